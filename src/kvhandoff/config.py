@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings under ``kv_connector_extra_config``, checked when an engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvhandoff.errors import UnsupportedSetup
+
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+_Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
+
+FOREIGN_KEYS = frozenset({"prefill", "decode", "use_ascend_direct"})
+"""Keys that configurations written for vllm-ascend's connectors carry; both sides tell each other
+those sizes here, so the keys are accepted and not used."""
+
+
+class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings, with their defaults; times in seconds, sizes in bytes.
+
+    Attributes:
+        mooncake_protocol: Mooncake TransferEngine protocol: ``tcp``, ``rdma``, ``ascend``, ...
+        device_name: network devices for the TransferEngine, e.g. ``mlx5_0,mlx5_1``; empty: all.
+        bind_host: address the desk listens on; default: the advertised one.
+        advertise_host: address that others reach this host by; default: ``VLLM_HOST_IP``, else
+            the address of the default route.
+        lease: how long a producer keeps a request without hearing from a consumer.
+        max_hold: how long it does so at the longest, renewals or not.
+        replica_policy: how a consumer chooses the PCP replica. ``request``: by request id.
+        read_threads: reads in flight on each consumer worker.
+        handshake_timeout: for the first contact with a producer.
+        answer_timeout: for each later question to a desk.
+    """
+
+    mooncake_protocol: str = "tcp"
+    device_name: str = ""
+    bind_host: str = ""
+    advertise_host: str = ""
+    lease: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 30.0
+    max_hold: _Positive = 900.0
+    replica_policy: Literal["request"] = "request"
+    read_threads: _Threads = 8
+    handshake_timeout: _Positive = 5.0
+    answer_timeout: _Positive = 5.0
+
+
+def parse_config(extra: Mapping[str, Any] | None) -> HandoffConfig:
+    """Settings from ``kv_connector_extra_config``.
+
+    Raises:
+        UnsupportedSetup: naming the key, what was expected and the keys that exist.
+    """
+    wanted = {key: value for key, value in (extra or {}).items() if key not in FOREIGN_KEYS}
+    try:
+        return msgspec.convert(wanted, HandoffConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise UnsupportedSetup(
+            f"kv_connector_extra_config: {error}; settings are "
+            f"{', '.join(HandoffConfig.__struct_fields__)}"
+        ) from None

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The desk's books: which requests the engine holds, who reads them, and when they are let go.
+
+A request's life::
+
+    announced --hold--> held --every reader completed--> completed
+        |                |-----consumer released-------> released
+        |                |-----lease ran out-----------> expired
+        '--drop--> (forgotten)
+
+Leaving *held* is the only thing that frees, and it happens once. What was let go leaves a
+tombstone, so that late or repeated messages get a true answer: a reader that completed in time
+hears ``held`` however often it asks, everybody else hears how the request ended. That is the
+fence: a reader that hears ``held`` knows that the blocks were not given away before its reads
+had ended.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from kvhandoff.ids import Incarnation, PullId, RequestId, Ticket
+from kvhandoff.protocol.messages import (
+    Answer,
+    Complete,
+    Completed,
+    Done,
+    HeldKey,
+    Open,
+    Opened,
+    PullRecord,
+    PullReport,
+    Refused,
+    Release,
+    Renew,
+    Renewed,
+    Verdict,
+)
+
+MAX_TOMBSTONES = 16384
+MAX_PULLS = 64
+MAX_PARKED = 65536
+MAX_RECENT = 256
+
+Outcome: TypeAlias = Literal["completed", "released", "expired"]
+ReplyTo: TypeAlias = Any
+"""Opaque to the ledger: whatever the desk needs to find the asker again."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Effect: send an answer. Each message leads to exactly one of these, now or later."""
+
+    to: ReplyTo
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Free:
+    """Effect: tell vLLM that the request's blocks may go."""
+
+    request: RequestId
+    outcome: Outcome
+
+
+Effect: TypeAlias = Reply | Free
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A request as the scheduler hands it over.
+
+    Attributes:
+        blocks: block ids by KV group and by position in the request.
+        tokens: tokens with KV, from position 0.
+    """
+
+    request: RequestId
+    ticket: Ticket
+    blocks: tuple[list[int], ...]
+    tokens: int
+
+
+@dataclass
+class _Pull:
+    of: int
+    opened: set[int] = field(default_factory=set)
+    reports: dict[int, PullReport] = field(default_factory=dict)
+    over: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.over or len(self.reports) == self.of
+
+
+@dataclass
+class _Held:
+    holding: Holding
+    since: float
+    deadline: float
+    first_open: float | None = None
+    pulls: dict[PullId, _Pull] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Tombstone:
+    ticket: Ticket
+    outcome: Outcome
+    completed: frozenset[tuple[PullId, int]]
+
+
+class Ledger:
+    """Books of one engine. Every method takes events in and gives effects out.
+
+    Args:
+        lease: seconds that a request is kept after anything was heard about it.
+        max_hold: seconds that it is kept at most.
+    """
+
+    def __init__(self, incarnation: Incarnation, *, lease: float, max_hold: float) -> None:
+        self._incarnation = incarnation
+        self._lease = lease
+        self._max_hold = max_hold
+        self._announced: dict[RequestId, list[tuple[Open, ReplyTo]]] = {}
+        self._held: dict[RequestId, _Held] = {}
+        self._tombstones: OrderedDict[RequestId, _Tombstone] = OrderedDict()
+        self._parked = 0
+        self.counters: Counter[str] = Counter()
+        self.recent: deque[PullRecord] = deque(maxlen=MAX_RECENT)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def announced(self) -> int:
+        """Requests that are being prefilled."""
+        return len(self._announced)
+
+    # ---- events from the engine's scheduler ----
+
+    def announce(self, requests: Iterable[RequestId]) -> list[Effect]:
+        """Requests are being prefilled; consumers may ask for them soon."""
+        for request in requests:
+            if request not in self._held:
+                self._announced.setdefault(request, [])
+        return []
+
+    def hold(self, holding: Holding, now: float) -> list[Effect]:
+        """Prefill ended and the engine keeps the blocks until :class:`Free`."""
+        parked = self._announced.pop(holding.request, [])
+        self._parked -= len(parked)
+        held = _Held(holding, now, now)
+        self._held[holding.request] = held
+        self._extend(held, now)
+        self.counters["held"] += 1
+        return [effect for message, to in parked for effect in self.open(message, to, now)]
+
+    def drop(self, requests: Iterable[RequestId]) -> list[Effect]:
+        """Announced requests ended without anything to hold (aborted, failed)."""
+        effects: list[Effect] = []
+        for request in requests:
+            parked = self._announced.pop(request, [])
+            self._parked -= len(parked)
+            effects += [
+                Reply(to, Refused("unknown", f"request {request} ended on the prefill engine"))
+                for _, to in parked
+            ]
+        return effects
+
+    def expire(self, now: float) -> list[Effect]:
+        """Let go of requests whose lease has run out."""
+        late = [held for held in self._held.values() if held.deadline <= now]
+        return [self._let_go(held, "expired", now) for held in late]
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`expire` has something to do at the earliest."""
+        return min((held.deadline for held in self._held.values()), default=None)
+
+    # ---- events from consumers ----
+
+    def open(self, message: Open, to: ReplyTo, now: float) -> list[Effect]:
+        """A reader asks for block ids. Asked too early, it is answered when prefill has ended."""
+        request = RequestId(message.key.request)
+        parked = self._announced.get(request)
+        if parked is not None:
+            if self._parked >= MAX_PARKED:
+                return [self._refuse(to, "not-ready", f"{self._parked} readers are waiting")]
+            parked.append((message, to))
+            self._parked += 1
+            return []
+        found = self._find(message.key)
+        if not isinstance(found, _Held):
+            return [self._refuse(to, found, _WHY[found].format(request=request))]
+        problem = self._name_reader(found, message)
+        if problem:
+            return [self._refuse(to, "reader", problem)]
+        self._extend(found, now)
+        if found.first_open is None:
+            found.first_open = now
+        holding = found.holding
+        return [Reply(to, Opened(self._incarnation, holding.blocks, holding.tokens, self._lease))]
+
+    def renew(self, message: Renew, to: ReplyTo, now: float) -> list[Effect]:
+        """Consumers still wait for these requests."""
+        verdicts: list[Verdict] = []
+        for key in message.keys:
+            found = self._find(key)
+            if isinstance(found, _Held):
+                self._extend(found, now)
+                verdicts.append("held")
+            elif RequestId(key.request) in self._announced:
+                verdicts.append("held")
+            else:
+                verdicts.append(found if found in ("expired", "released") else "unknown")
+        return [Reply(to, Renewed(verdicts))]
+
+    def complete(self, message: Complete, to: ReplyTo, now: float) -> list[Effect]:
+        """A reader's reads have ended. ``held`` means that all it read was still the request's."""
+        found = self._find(message.key)
+        pull_id = PullId(message.pull)
+        if not isinstance(found, _Held):
+            return [Reply(to, Completed(self._verdict_after(message, found)))]
+        pull = found.pulls.get(pull_id)
+        if pull is None or message.index not in pull.opened:
+            self.counters["unknown"] += 1
+            return [Reply(to, Completed("unknown"))]
+        pull.reports.setdefault(message.index, message.report)
+        self._extend(found, now)
+        effects: list[Effect] = [Reply(to, Completed("held"))]
+        if all(each.finished for each in found.pulls.values()):
+            effects.append(self._let_go(found, "completed", now))
+        return effects
+
+    def release(self, message: Release, to: ReplyTo, now: float) -> list[Effect]:
+        """A consumer does not read (any more). Pulls of other consumers are left alone."""
+        found = self._find(message.key)
+        effects: list[Effect] = [Reply(to, Done())]
+        if isinstance(found, _Held):
+            pull = found.pulls.get(PullId(message.pull))
+            if pull is not None:
+                pull.over = True
+            if all(each.finished for each in found.pulls.values()):
+                effects.append(self._let_go(found, "released", now))
+        return effects
+
+    # ---- inside ----
+
+    def _find(self, key: HeldKey) -> _Held | Literal["unknown", "ticket", "expired", "released"]:
+        """The held request, or why it cannot be had. Completed ones are called "released"."""
+        request = RequestId(key.request)
+        held = self._held.get(request)
+        if held is not None:
+            return held if _same(held.holding.ticket, key.ticket) else "ticket"
+        tombstone = self._tombstones.get(request)
+        if tombstone is None:
+            return "unknown"
+        if not _same(tombstone.ticket, key.ticket):
+            return "ticket"
+        return "expired" if tombstone.outcome == "expired" else "released"
+
+    def _verdict_after(self, message: Complete, why: str) -> Verdict:
+        """The answer to a completion that finds nothing held."""
+        tombstone = self._tombstones.get(RequestId(message.key.request))
+        if why in ("expired", "released") and tombstone is not None:
+            if (PullId(message.pull), message.index) in tombstone.completed:
+                return "held"  # its first completion came in time; the answer was lost
+            self.counters["late"] += 1
+            return "expired" if why == "expired" else "released"
+        self.counters["unknown"] += 1
+        return "unknown"
+
+    def _name_reader(self, held: _Held, message: Open) -> str | None:
+        """Enter a reader in the books, or say why it cannot be one."""
+        pull = held.pulls.get(PullId(message.pull))
+        if message.index >= message.of:
+            return f"reader {message.index} of {message.of} does not exist"
+        if pull is None:
+            if len(held.pulls) >= MAX_PULLS:
+                return f"{len(held.pulls)} pulls of this request are already under way"
+            pull = held.pulls[PullId(message.pull)] = _Pull(message.of)
+        if pull.of != message.of:
+            return f"the pull has {pull.of} readers, this one says {message.of}"
+        pull.opened.add(message.index)
+        return None
+
+    def _extend(self, held: _Held, now: float) -> None:
+        held.deadline = min(now + self._lease, held.since + self._max_hold)
+
+    def _refuse(self, to: ReplyTo, code: Any, reason: str) -> Reply:
+        self.counters["refused"] += 1
+        return Reply(to, Refused(code, reason))
+
+    def _let_go(self, held: _Held, outcome: Outcome, now: float) -> Free:
+        holding = held.holding
+        del self._held[holding.request]
+        self._tombstones[holding.request] = _Tombstone(
+            holding.ticket,
+            outcome,
+            frozenset((pull, index) for pull, p in held.pulls.items() for index in p.reports),
+        )
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        self.counters[outcome] += 1
+        self.recent.append(
+            PullRecord(
+                request=holding.request,
+                outcome=outcome,
+                tokens=holding.tokens,
+                held_seconds=now - held.since,
+                first_open_seconds=None
+                if held.first_open is None
+                else held.first_open - held.since,
+                readers=[r for pull in held.pulls.values() for r in pull.reports.values()],
+            )
+        )
+        return Free(holding.request, outcome)
+
+
+_WHY = {
+    "unknown": "request {request} is not held here",
+    "ticket": "the ticket of request {request} does not match",
+    "expired": "the lease of request {request} ran out before it was read",
+    "released": "request {request} has been read or released",
+}
+
+
+def _same(ours: str, theirs: str) -> bool:
+    return hmac.compare_digest(ours.encode(), theirs.encode())

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the KV cache of a worker lies in memory.
+
+vLLM gives a connector one view ``[B, H, N, C]`` for each layer: block rows, head slots, token
+slots, content (K and V of one token and head side by side). Whatever the physical order is, the
+address of a cell is affine::
+
+    base + row * row_stride + head * head_stride + token * token_stride      (+ content bytes)
+
+A *block* is what the scheduler counts; a *row* is what the attention kernel counts. One block is
+``block_tokens / row_tokens`` rows (both in token slots of this rank, before DCP multiplies them).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvhandoff.errors import ProtocolError
+from kvhandoff.ids import MAX_NAME_LENGTH
+from kvhandoff.model.topology import EVERY_TOKEN, Coordinate, HeadRange, TokenStripe
+
+NULL_BLOCK = 0
+"""vLLM's placeholder in block tables (``NULL_BLOCK_ID``): nobody's KV, never read."""
+
+_MAX_ADDRESS = 1 << 63
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A registered range of memory, in bytes."""
+
+    base: int
+    length: int
+
+
+class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One layer's cache on one worker; lengths and strides in bytes.
+
+    Attributes:
+        name: vLLM's layer name; layers of two engines are paired by it.
+        group: index of the KV cache group whose block table addresses the layer.
+        heads: KV heads held here, of ``total_heads`` in the model.
+        stripe: tokens held here.
+        block_tokens: token slots of a scheduler block on this rank.
+        row_tokens: token slots of a tensor row; divides ``block_tokens``.
+        rows: rows of the tensor.
+        content: bytes of one token and head.
+    """
+
+    name: str
+    group: int
+    heads: HeadRange
+    total_heads: int
+    block_tokens: int
+    row_tokens: int
+    rows: int
+    base: int
+    row_stride: int
+    head_stride: int
+    token_stride: int
+    content: int
+    stripe: TokenStripe = EVERY_TOKEN
+
+    @property
+    def rows_per_block(self) -> int:
+        """Tensor rows that make up one scheduler block."""
+        return self.block_tokens // self.row_tokens
+
+    @property
+    def blocks(self) -> int:
+        """Scheduler blocks in the tensor."""
+        return self.rows // self.rows_per_block
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """Everything but name and base: layers with equal geometry are planned together."""
+        return (
+            self.group, self.heads, self.stripe, self.block_tokens, self.row_tokens, self.rows,
+            self.row_stride, self.head_stride, self.token_stride, self.content,
+        )  # fmt: skip
+
+    @property
+    def end(self) -> int:
+        """First address behind the last cell."""
+        return (
+            self.base
+            + (self.rows - 1) * self.row_stride
+            + (len(self.heads) - 1) * self.head_stride
+            + (self.row_tokens - 1) * self.token_stride
+            + self.content
+        )
+
+
+class WorkerLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One worker: its place, its transport address, its registered memory and its layers."""
+
+    at: Coordinate
+    session: str
+    segments: tuple[Segment, ...]
+    layers: tuple[LayerLayout, ...]
+
+    def check(self) -> None:
+        """Refuse a layout (it may come from the network) that reaches outside its own memory.
+
+        Raises:
+            ProtocolError: with the layer and the numbers that do not fit.
+        """
+        for layer in self.layers:
+            numbers = (
+                layer.row_stride, layer.head_stride, layer.token_stride,
+                layer.content, layer.block_tokens, layer.row_tokens, layer.rows,
+            )  # fmt: skip
+            if (
+                len(layer.name) > MAX_NAME_LENGTH
+                or min(numbers) < 1
+                or max(numbers) >= _MAX_ADDRESS
+                or layer.block_tokens % layer.row_tokens
+                or layer.rows % layer.rows_per_block
+                or layer.heads.stop > layer.total_heads
+                or layer.group < 0
+            ):
+                raise ProtocolError(f"layer {layer.name[:80]!r} has an impossible layout: {layer}")
+            if not any(
+                s.base <= layer.base and layer.end <= s.base + s.length < _MAX_ADDRESS
+                for s in self.segments
+            ):
+                raise ProtocolError(
+                    f"layer {layer.name!r} spans [{layer.base:#x}, {layer.end:#x}), "
+                    f"outside of the registered segments {list(self.segments)}"
+                )

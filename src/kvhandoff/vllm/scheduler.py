@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector in the scheduler's process: what is handed off, and what is fetched."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kvhandoff.config import HandoffConfig
+from kvhandoff.errors import ProtocolError, UnsupportedSetup
+from kvhandoff.ids import PullId, RequestId, Ticket
+from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.plan.pairing import Span
+from kvhandoff.plan.routing import replica_for_request
+from kvhandoff.protocol.params import HandoffParams, parse_params
+from kvhandoff.runtime.puller import PullJob
+from kvhandoff.runtime.renewer import Renewer
+from kvhandoff.vllm.introspect import parallel_sizes, prompt_digest
+from kvhandoff.vllm.metadata import DeskAddress, StepMetadata
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_USED_TICKETS = 16384
+
+_COMPLETE_PREFILL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+"""Ends after which the whole prompt has KV: P's one token was sampled, or was a stop token."""
+
+
+def _wants(request: Request, flag: str) -> bool:
+    params = request.kv_transfer_params
+    return isinstance(params, Mapping) and bool(params.get(flag))
+
+
+class ProducerScheduler:
+    """Steps 1 and 2 of the flow: announce requests to the desk, hold them after prefill."""
+
+    def __init__(self, vllm_config: VllmConfig, config: HandoffConfig) -> None:
+        self._sizes = parallel_sizes(vllm_config)
+        self._lease = config.lease
+        self._desk: DeskAddress | None = None
+        self._announced: set[RequestId] = set()
+        self._news = StepMetadata()
+
+    def set_desk(self, desk: DeskAddress) -> None:
+        """Told once, after the workers have registered their caches."""
+        self._desk = desk
+
+    def on_new_request(self, request: Request) -> None:
+        """Nothing is known before the request is scheduled."""
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """A producer loads nothing."""
+        return 0, False
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """A request is scheduled: announce it if it is to be handed off."""
+        request_id = RequestId(request.request_id)
+        if _wants(request, "do_remote_decode") and request_id not in self._announced:
+            self._announced.add(request_id)
+            self._news.announced.append(request_id)
+
+    def finished(
+        self, request: Request, blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hold the blocks of a completed prefill, and say where they can be had."""
+        request_id = RequestId(request.request_id)
+        was_announced = request_id in self._announced
+        self._announced.discard(request_id)
+        tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
+        if not (
+            _wants(request, "do_remote_decode")
+            and request.status in _COMPLETE_PREFILL
+            and tokens == request.num_prompt_tokens
+        ):
+            if was_announced:
+                self._news.dropped.append(request_id)
+            return False, None
+        if self._desk is None:
+            raise UnsupportedSetup("the workers of this engine did not open a desk")
+        ticket = Ticket(secrets.token_hex(16))
+        self._news.holdings.append(Holding(request_id, ticket, blocks, tokens))
+        params = HandoffParams(
+            remote_engine_id=self._desk.engine,
+            remote_request_id=request_id,
+            remote_host=self._desk.endpoint.host,
+            remote_port=self._desk.endpoint.port,
+            remote_num_tokens=tokens,
+            remote_replicas=self._sizes.replicas,
+            remote_lease=self._lease,
+            ticket=ticket,
+            prompt_digest=prompt_digest(request, tokens),
+        )
+        return True, params.to_dict()
+
+    def worker_output(self, output: KVConnectorOutput) -> None:
+        """Freed blocks are the core's business."""
+
+    def take_step(self) -> StepMetadata:
+        """News for the workers since the last step."""
+        news, self._news = self._news, StepMetadata()
+        return news
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class _Stage(Enum):
+    WAITING = auto()  # for admission; its lease is renewed
+    PULLING = auto()  # the workers read; the blocks are not ours to reuse
+    OVER = auto()  # read, released or given up; whatever is missing is computed here
+
+
+@dataclass
+class _Fetch:
+    """A request whose KV a producer holds."""
+
+    params: HandoffParams
+    stage: _Stage = _Stage.WAITING
+    computed: int = 0
+    pull: PullId | None = None
+    same_prompt: bool | None = None
+    finished: bool = False
+
+
+class ConsumerScheduler:
+    """Steps 3 and, early, 8: fetch what a producer holds, or let go of it at once."""
+
+    def __init__(self, vllm_config: VllmConfig, config: HandoffConfig) -> None:
+        self._fetches: dict[str, _Fetch] = {}
+        self._owner: dict[Ticket, str] = {}
+        self._used: OrderedDict[Ticket, None] = OrderedDict()
+        self._renewer = Renewer(config.answer_timeout)
+        self._news = StepMetadata()
+
+    def on_new_request(self, request: Request) -> None:
+        """From now on its lease is renewed."""
+        if not _wants(request, "do_remote_prefill"):
+            return
+        try:
+            params = parse_params(request.kv_transfer_params or {})
+        except ProtocolError as error:
+            logger.warning("%s is computed here: %s", request.request_id, error)
+            return
+        if params.proof in self._used:
+            logger.info(
+                "%s is computed here: %s has been fetched or released before",
+                request.request_id,
+                params.remote_request_id,
+            )
+            return
+        self._fetches[request.request_id] = _Fetch(params)
+        if self._owner.setdefault(params.proof, request.request_id) == request.request_id:
+            self._renewer.keep(params)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond the ``computed`` ones. vLLM may ask many times."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is None or fetch.stage is not _Stage.WAITING:
+            return 0, False
+        owner = self._owner.get(fetch.params.proof)
+        if owner != request.request_id:
+            # A sibling (n > 1, a client's retry) is fetching the same prompt: its blocks will be
+            # in the prefix cache soon. Once it has, there is nothing left to fetch.
+            return (0, False) if owner is None else (None, False)
+        if not self._usable(request, fetch):
+            return 0, False
+        fetch.computed = computed
+        tokens = min(fetch.params.remote_num_tokens, request.num_prompt_tokens) - computed
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def _usable(self, request: Request, fetch: _Fetch) -> bool:
+        params = fetch.params
+        if self._renewer.is_lost(params):
+            return False
+        if fetch.same_prompt is None:
+            ours = prompt_digest(request, params.remote_num_tokens)
+            fetch.same_prompt = (
+                request.num_prompt_tokens >= params.remote_num_tokens
+                and ours == params.prompt_digest
+            )
+            if not fetch.same_prompt:
+                logger.warning(
+                    "%s is computed here: its %d prompt tokens are not the %d that %s prefilled "
+                    "as %s; use the same model, tokenizer and chat template on both",
+                    request.request_id,
+                    request.num_prompt_tokens,
+                    params.remote_num_tokens,
+                    params.remote_engine_id,
+                    params.remote_request_id,
+                )
+        return fetch.same_prompt
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """The request is admitted: fetch ``external`` tokens, or let go if there is nothing to."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is None or fetch.stage is not _Stage.WAITING:
+            return
+        if external == 0:
+            self._let_go(request.request_id, fetch)
+            return
+        params = fetch.params
+        fetch.stage = _Stage.PULLING
+        fetch.pull = PullId(secrets.token_hex(8))
+        span = Span(fetch.computed, fetch.computed + external)
+        block_ids = tuple(list(ids) for ids in blocks.get_block_ids())
+        self._news.jobs.append(
+            PullJob(
+                request=request.request_id,
+                params=params,
+                pull=fetch.pull,
+                replica=replica_for_request(params.remote_request_id, params.remote_replicas),
+                spans=dict.fromkeys(range(len(block_ids)), span),
+                blocks=block_ids,
+            )
+        )
+
+    def finished(
+        self, request: Request, blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Rejected, aborted or done. Reads under way go on; the core keeps their blocks."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is not None:
+            fetch.finished = True
+            if fetch.stage is _Stage.WAITING:
+                self._let_go(request.request_id, fetch)
+            if fetch.stage is _Stage.OVER:
+                del self._fetches[request.request_id]
+        return False, None
+
+    def worker_output(self, output: KVConnectorOutput) -> None:
+        """Every worker has ended the pulls named here."""
+        for request_id in output.finished_recving or ():
+            fetch = self._fetches.get(request_id)
+            if fetch is None or fetch.stage is not _Stage.PULLING:
+                continue
+            if request_id in (output.failed_recving or ()):
+                self._let_go(request_id, fetch)
+            else:
+                fetch.stage = _Stage.OVER
+                self._disown(request_id, fetch)
+                self._renewer.stop(fetch.params)
+            if fetch.finished:
+                del self._fetches[request_id]
+
+    def _let_go(self, request_id: str, fetch: _Fetch) -> None:
+        fetch.stage = _Stage.OVER
+        if self._disown(request_id, fetch):
+            self._renewer.release(fetch.params, fetch.pull)
+
+    def _disown(self, request_id: str, fetch: _Fetch) -> bool:
+        """Whether this request was the one that fetches for its ticket; nobody does afterwards."""
+        if self._owner.get(fetch.params.proof) != request_id:
+            return False
+        del self._owner[fetch.params.proof]
+        self._used[fetch.params.proof] = None
+        if len(self._used) > MAX_USED_TICKETS:
+            self._used.popitem(last=False)
+        return True
+
+    def take_step(self) -> StepMetadata:
+        """News for the workers since the last step."""
+        news, self._news = self._news, StepMetadata()
+        return news
+
+    def close(self) -> None:
+        """Stop renewing."""
+        self._renewer.close()

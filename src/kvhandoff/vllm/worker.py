@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector in a worker's process: registers the cache, then runs a desk or a puller."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvhandoff.config import HandoffConfig
+from kvhandoff.errors import UnsupportedSetup
+from kvhandoff.ids import Endpoint, EngineId, Reader
+from kvhandoff.model.layout import WorkerLayout
+from kvhandoff.protocol.catalog import Catalog
+from kvhandoff.runtime.desk import Desk
+from kvhandoff.runtime.puller import Puller
+from kvhandoff.transport.base import Transport
+from kvhandoff.transport.mooncake import MooncakeTransport
+from kvhandoff.vllm import introspect
+from kvhandoff.vllm.metadata import DeskAddress, StepMetadata
+from kvhandoff.vllm.stats import HandoffStats, Observations
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def register_memory(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: HandoffConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> tuple[Transport, WorkerLayout]:
+    """Start this worker's transport, make its cache readable, and describe it."""
+    host = introspect.advertised_host(config)
+    transport = MooncakeTransport(host, config.mooncake_protocol, config.device_name)
+    layout = introspect.describe_worker(vllm_config, kv_cache_config, kv_caches, transport.session)
+    layout.check()
+    for segment in layout.segments:
+        transport.register(segment)
+    return transport, layout
+
+
+class ProducerWorker:
+    """A worker whose cache is read. The first worker of the engine runs the desk as well.
+
+    Every worker reports every held request once: the one with the desk when it is let go, all
+    others, unused replicas among them, as soon as they hear of it. vLLM frees the blocks when the
+    last report is in.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: HandoffConfig
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._transport: Transport | None = None
+        self._desk: Desk | None = None
+        self._finished: set[str] = set()
+        self._entered: StepMetadata | None = None
+        self._observed = Observations()
+        self.desk_address: DeskAddress | None = None
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Collective: all workers of the engine call this together."""
+        self._transport, layout = register_memory(
+            self._vllm_config, self._kv_cache_config, self._config, kv_caches
+        )
+        transfer = self._vllm_config.kv_transfer_config
+        if transfer is None or transfer.engine_id is None:
+            raise UnsupportedSetup("this engine has no engine_id")
+        sizes = introspect.parallel_sizes(self._vllm_config)
+        workers = introspect.gather(layout)
+        if sizes.rank(layout.at) != 0:
+            return
+        catalog = Catalog(
+            engine=transfer.engine_id,
+            incarnation=secrets.token_hex(16),
+            fingerprint=introspect.fingerprint(self._vllm_config),
+            sizes=sizes,
+            lease=self._config.lease,
+            workers=tuple(workers),
+        )
+        catalog.check()
+        host = introspect.advertised_host(self._config)
+        dp_rank = self._vllm_config.parallel_config.data_parallel_index
+        port = transfer.kv_port + dp_rank if transfer.kv_port else 0
+        self._desk = Desk(
+            Endpoint(self._config.bind_host or host, port),
+            catalog,
+            max_hold=self._config.max_hold,
+        )
+        self.desk_address = DeskAddress(Endpoint(host, self._desk.port), catalog.engine)
+
+    def enter(self, news: StepMetadata) -> None:
+        """Take note of a step's news, before its forward: readers may be asking already."""
+        if news is self._entered:
+            return
+        self._entered = news
+        if self._desk is None:
+            self._finished.update(holding.request for holding in news.holdings)
+            return
+        if news.announced:
+            self._desk.announce(news.announced)
+        for holding in news.holdings:
+            self._desk.hold(holding)
+        if news.dropped:
+            self._desk.drop(news.dropped)
+
+    def start(self, news: StepMetadata) -> None:
+        """A producer begins nothing after the forward."""
+        self.enter(news)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Requests that may be freed as far as this worker is concerned."""
+        if self._desk is not None:
+            self._finished.update(self._desk.take_free())
+        finished, self._finished = self._finished, set()
+        return KVConnectorTransferResults(finished_sending=finished)
+
+    def take_stats(self) -> HandoffStats | None:
+        """What happened since the last call."""
+        if self._desk is not None:
+            self._observed.counted(self._desk.counters)
+        return self._observed.take()
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._desk is not None:
+            self._desk.close()
+        if self._transport is not None:
+            self._transport.close()
+
+
+class ConsumerWorker:
+    """A worker that reads into its cache."""
+
+    desk_address: DeskAddress | None = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: HandoffConfig
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._transport: Transport | None = None
+        self._puller: Puller | None = None
+        self._observed = Observations()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Start the puller on this worker's cache."""
+        self._transport, layout = register_memory(
+            self._vllm_config, self._kv_cache_config, self._config, kv_caches
+        )
+        sizes = introspect.parallel_sizes(self._vllm_config)
+        transfer = self._vllm_config.kv_transfer_config
+        engine = transfer.engine_id if transfer is not None else None
+        self._puller = Puller(
+            layout,
+            Reader(sizes.rank(layout.at), sizes.world_size),
+            EngineId(engine or "unnamed"),
+            introspect.fingerprint(self._vllm_config),
+            self._transport,
+            self._config,
+            introspect.accelerator_init(),
+        )
+
+    def enter(self, news: StepMetadata) -> None:
+        """Nothing is begun before the forward: blocks may still be in use by it."""
+
+    def start(self, news: StepMetadata) -> None:
+        """Begin this step's pulls."""
+        if self._puller is not None:
+            for job in news.jobs:
+                self._puller.submit(job)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Pulls that have ended on this worker."""
+        results = KVConnectorTransferResults()
+        if self._puller is None:
+            return results
+        for result in self._puller.take_results():
+            results.finished_recving.add(result.request)
+            if result.failure is not None:
+                results.failed_recving.add(result.request)
+            self._observed.pulled(result)
+        return results
+
+    def take_stats(self) -> HandoffStats | None:
+        """What happened since the last call."""
+        return self._observed.take()
+
+    def close(self) -> None:
+        """Stop pulling."""
+        if self._puller is not None:
+            self._puller.close()
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any pairing of topologies and layouts that can work moves exactly the right bytes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvhandoff.model.topology import ParallelSizes
+from kvhandoff.plan.descriptors import Descriptors, Template
+from kvhandoff.plan.pairing import Span
+from kvhandoff.plan.routing import cover, holder_order
+from tests.oracle import (
+    CacheShape,
+    ModelShape,
+    WorkerCache,
+    assert_holds,
+    blocks_needed,
+    make_engine,
+    stamp,
+)
+
+ORDERS = ("LBHN", "LBNH", "LHBN", "BLHN", "BLNH", "BHLN")
+
+
+@st.composite
+def sizes(draw: st.DrawFn, heads: int, *, producer: bool) -> ParallelSizes:
+    tp = draw(st.sampled_from([t for t in (1, 2, 4) if heads % t == 0 or t % heads == 0]))
+    pcp = draw(st.sampled_from((1, 2, 4))) if producer else 1
+    allowed = {d for d in ParallelSizes.allowed_dcp(tp, pcp) if _dcp_fits(heads, tp, pcp, d)}
+    return ParallelSizes(
+        tp=tp,
+        pp=draw(st.sampled_from((1, 2))),
+        pcp=pcp,
+        dcp=draw(st.sampled_from(sorted(allowed))),
+    )
+
+
+def _dcp_fits(heads: int, tp: int, pcp: int, dcp: int) -> bool:
+    """Every head has all of its stripes: the ranks that hold a head are whole DCP groups."""
+    copies = max(1, tp // heads) * pcp
+    return dcp == 1 or copies % dcp == 0
+
+
+@st.composite
+def shapes(draw: st.DrawFn, sizes: ParallelSizes, tokens: int, layers: int) -> CacheShape:
+    block = draw(st.sampled_from((4, 8, 16)))
+    rows = draw(st.sampled_from((1, 2)))
+    partition: tuple[int, ...] = ()
+    if sizes.pp == 2 and draw(st.booleans()):
+        first = draw(st.integers(1, layers - 1))
+        partition = (first, layers - first)
+    shape = CacheShape(
+        block_tokens=block,
+        rows_per_block=rows,
+        order=draw(st.sampled_from(ORDERS)),
+        padding=draw(st.sampled_from((0, 8, 64))),
+        interleave=draw(st.sampled_from((1, 4, block))),
+        partition=partition,
+    )
+    spare = draw(st.integers(1, 4))
+    return CacheShape(**(shape.__dict__ | {"blocks": blocks_needed(tokens, shape, sizes) + spare}))
+
+
+@st.composite
+def cases(draw: st.DrawFn):
+    heads = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
+    model = ModelShape(
+        layers=draw(st.integers(2, 3)), heads=heads, content=8 * draw(st.integers(1, 2))
+    )
+    p_sizes, d_sizes = draw(sizes(heads, producer=True)), draw(sizes(heads, producer=False))
+    tokens = draw(st.integers(1, 70))
+    p_shape = draw(shapes(p_sizes, tokens, model.layers))
+    d_shape = draw(shapes(d_sizes, tokens, model.layers))
+    hit = draw(st.integers(0, (tokens - 1) // d_shape.block_tokens)) * d_shape.block_tokens
+    seed = draw(st.integers(1, 1 << 20))
+    return model, p_sizes, p_shape, d_sizes, d_shape, tokens, hit, seed
+
+
+def execute(descriptors: Descriptors, source: WorkerCache, target: WorkerCache) -> None:
+    """Copy, refusing addresses outside of either memory."""
+    for local, remote, length in zip(
+        descriptors.local.tolist(),
+        descriptors.remote.tolist(),
+        descriptors.length.tolist(),
+        strict=True,
+    ):
+        for address, cache in ((remote, source), (local, target)):
+            segment = cache.layout.segments[0]
+            assert segment.base <= address
+            assert address + length <= segment.base + segment.length
+        ctypes.memmove(local, remote, length)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), replica=st.integers(0, 3))
+def test_every_cell_arrives_and_nothing_else(case, replica: int) -> None:
+    model, p_sizes, p_shape, d_sizes, d_shape, tokens, hit, seed = case
+    rng = np.random.default_rng(seed)
+    producers = make_engine(model, p_sizes, p_shape)
+    consumers = make_engine(model, d_sizes, d_shape)
+    p_blocks = rng.permutation(np.arange(1, p_shape.blocks))[
+        : blocks_needed(tokens, p_shape, p_sizes)
+    ]
+    d_blocks = rng.permutation(np.arange(1, d_shape.blocks))[
+        : blocks_needed(tokens, d_shape, d_sizes)
+    ]
+    for cache in producers.values():
+        cache.layout.check()
+        stamp(cache, p_blocks.tolist(), tokens, seed)
+    layouts = [cache.layout for cache in producers.values()]
+    for reader, target in consumers.items():
+        moved = 0
+        for part in cover(target.layout, layouts, p_sizes):
+            order = holder_order(
+                part, p_sizes, replica=replica, request_id=f"r{seed}", reader=reader
+            )
+            assert sorted(order) == sorted(part.holders)
+            source = producers[order[0]]
+            assert source.layout.at.pp < p_sizes.pp
+            template = Template(part, source.layout, target.layout)
+            descriptors = template.lower({0: Span(hit, tokens)}, [p_blocks], [d_blocks])
+            execute(descriptors, source, target)
+            moved += descriptors.nbytes
+        assert_holds(target, d_blocks.tolist(), hit, tokens, seed)
+        cells = sum(
+            target.owned_tokens(layer.name, hit, tokens).size * len(layer.heads)
+            for layer in target.layout.layers
+        )
+        assert moved == cells * model.content, "a byte was read twice"
