@@ -14,57 +14,28 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvhandoff.ids import Rank
-from kvhandoff.model.layout import LayerLayout, Segment, WorkerLayout
-from kvhandoff.model.topology import EVERY_TOKEN, Coordinate, HeadRange, ParallelSizes, heads_of
+from kvhandoff.model import shapes
+from kvhandoff.model.layout import LayerLayout, WorkerLayout
+from kvhandoff.model.shapes import CacheShape, blocks_needed
+from kvhandoff.model.topology import HeadRange, ParallelSizes
 from kvhandoff.plan.routing import owned
+
+__all__ = [
+    "CacheShape", "ModelShape", "WorkerCache", "assert_holds", "blocks_needed", "make_engine",
+    "make_worker", "oracle_words", "stamp",
+]  # fmt: skip
 
 MARKER = 0xA5
 WORD = 8
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A model's cache: ``heads`` 1 stands for MLA."""
+class ModelShape(shapes.ModelShape):
+    """A tiny model; ``heads`` 1 stands for MLA."""
 
     layers: int = 2
     heads: int = 1
     content: int = 2 * WORD
-
-    @property
-    def names(self) -> list[str]:
-        return [f"model.layers.{i}.self_attn.attn" for i in range(self.layers)]
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """How one engine lays out its cache.
-
-    ``order`` is a permutation of L (layer), B (block row), H (head), N (token), outermost first,
-    as in vLLM's layout names (content C is always innermost).
-    """
-
-    blocks: int = 16
-    block_tokens: int = 4
-    rows_per_block: int = 1
-    order: str = "LBHN"
-    padding: int = 0
-    interleave: int = 1
-    partition: tuple[int, ...] = ()
-
-    @property
-    def row_tokens(self) -> int:
-        return self.block_tokens // self.rows_per_block
-
-
-def stage_layers(names: Sequence[str], pp: int, partition: Sequence[int] = ()) -> list[list[str]]:
-    """Layers of each pipeline stage: as asked, else as even as can be, later stages larger."""
-    if not partition:
-        share, rest = divmod(len(names), pp)
-        partition = [share + (stage >= pp - rest) for stage in range(pp)]
-    assert sum(partition) == len(names)
-    assert len(partition) == pp
-    ends = np.cumsum(partition).tolist()
-    return [list(names[end - count : end]) for end, count in zip(ends, partition, strict=True)]
 
 
 @dataclass
@@ -121,65 +92,35 @@ def oracle_words(
     return mixed ^ (mixed >> np.uint64(29))
 
 
-def strides_of(
-    layers: int, rows: int, heads: int, shape: CacheShape, content: int
-) -> dict[str, int]:
-    """Byte strides of the axes L, B, H, N; padding follows each unit of the inner one of L, B."""
-    sizes = {"L": layers, "B": rows, "H": heads, "N": shape.row_tokens}
-    padded = max("LB", key=shape.order.index)
-    strides, step = {}, content
-    for axis in reversed(shape.order):
-        if axis == padded:
-            step += shape.padding
-        strides[axis] = step
-        step *= sizes[axis]
-    strides["total"] = step
-    return strides
-
-
 def make_worker(
-    model: ModelShape,
+    model: shapes.ModelShape,
     sizes: ParallelSizes,
     rank: int,
     shape: CacheShape,
     session: str = "",
 ) -> WorkerCache:
     """A worker's cache, every byte set to the marker."""
-    at: Coordinate = sizes.coordinate(rank)
-    names = stage_layers(model.names, sizes.pp, shape.partition)[at.pp]
-    heads = heads_of(model.heads, sizes.tp, at.tp)
-    stripe = sizes.stripe(at, shape.interleave) if sizes.dcp > 1 else EVERY_TOKEN
-    rows = shape.blocks * shape.rows_per_block
-    strides = strides_of(len(names), rows, len(heads), shape, model.content)
-    memory = np.full(max(strides["total"], 64) + 64, MARKER, dtype=np.uint8)
-    base = (memory.ctypes.data + 63) // 64 * 64
-    layers, views = [], {}
-    for index, name in enumerate(names):
-        layer = LayerLayout(
-            name=name,
-            group=0,
-            heads=heads,
-            total_heads=model.heads,
-            block_tokens=shape.block_tokens,
-            row_tokens=shape.row_tokens,
-            rows=rows,
-            base=base + index * strides["L"],
-            row_stride=strides["B"],
-            head_stride=strides["H"],
-            token_stride=strides["N"],
-            content=model.content,
-            stripe=stripe,
-        )
-        layers.append(layer)
-        offset = layer.base - memory.ctypes.data
-        words = memory[offset : offset + (len(memory) - offset) // WORD * WORD].view(np.uint64)
-        views[name] = np.lib.stride_tricks.as_strided(
-            words,
-            (rows, len(heads), shape.row_tokens, model.content // WORD),
-            (strides["B"], strides["H"], strides["N"], WORD),
-        )
-    segment = Segment(memory.ctypes.data, memory.nbytes)
-    return WorkerCache(WorkerLayout(at, session, (segment,), tuple(layers)), memory, views)
+    size = shapes.worker_layout(model, sizes, rank, shape, base=0).segments[0].length
+    allocation = np.full(size + 64, MARKER, dtype=np.uint8)
+    shift = -allocation.ctypes.data % 64
+    memory = allocation[shift : shift + size]
+    layout = shapes.worker_layout(
+        model, sizes, rank, shape, base=memory.ctypes.data, session=session
+    )
+    cache = WorkerCache(layout, memory)
+    cache.views |= {layer.name: _view(memory, layer, layout) for layer in layout.layers}
+    return cache
+
+
+def _view(memory: np.ndarray, layer: LayerLayout, layout: WorkerLayout) -> np.ndarray:
+    """Words ``[row, head, token, word]`` of a layer."""
+    offset = layer.base - layout.segments[0].base
+    words = memory[offset : offset + (len(memory) - offset) // WORD * WORD].view(np.uint64)
+    return np.lib.stride_tricks.as_strided(
+        words,
+        (layer.rows, len(layer.heads), layer.row_tokens, layer.content // WORD),
+        (layer.row_stride, layer.head_stride, layer.token_stride, WORD),
+    )
 
 
 def stamp(
@@ -200,12 +141,8 @@ def assert_holds(
 ) -> None:
     """Every cell of tokens ``[start, stop)`` equals the oracle; every other byte is the marker."""
     expected = np.full_like(cache.memory, MARKER)
-    clean = WorkerCache(cache.layout, expected)
-    shift = cache.memory.ctypes.data
-    for name, view in cache.views.items():
-        offset = cache.layer(name).base - shift
-        words = expected[offset : offset + (len(expected) - offset) // WORD * WORD].view(np.uint64)
-        clean.views[name] = np.lib.stride_tricks.as_strided(words, view.shape, view.strides)
+    views = {layer.name: _view(expected, layer, cache.layout) for layer in cache.layout.layers}
+    clean = WorkerCache(cache.layout, expected, views)
     stamp(clean, blocks, stop, seed, start)
     wrong = np.flatnonzero(expected != cache.memory)
     assert wrong.size == 0, (
@@ -215,17 +152,13 @@ def assert_holds(
 
 
 def make_engine(
-    model: ModelShape, sizes: ParallelSizes, shape: CacheShape, sessions: Sequence[str] = ()
+    model: shapes.ModelShape,
+    sizes: ParallelSizes,
+    shape: CacheShape,
+    sessions: Sequence[str] = (),
 ) -> dict[Rank, WorkerCache]:
     """All workers of an engine, by rank."""
     return {
-        Rank(rank): make_worker(
-            model, sizes, rank, shape, sessions[rank] if sessions else f"worker:{rank}"
-        )
+        Rank(rank): make_worker(model, sizes, rank, shape, sessions[rank] if sessions else "")
         for rank in range(sizes.world_size)
     }
-
-
-def blocks_needed(tokens: int, shape: CacheShape, sizes: ParallelSizes) -> int:
-    """Scheduler blocks of a request: divided by DCP only, never by PCP."""
-    return -(-tokens // (shape.block_tokens * sizes.dcp))

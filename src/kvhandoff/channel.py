@@ -36,8 +36,8 @@ from kvhandoff.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_IDLE_PEERS = 1024
-"""Sockets that a client keeps open for peers it has no question to."""
+MAX_IDLE_PEERS = 256
+"""Sockets that a client keeps open for peers it has no question to; a ZMQ context has 1023."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,10 @@ class Client:
             self._give_up_late(poller)
         for question in list(self._open.values()):
             self._settle(question, PeerUnreachable("this engine is shutting down"))
+        while self._inbox:  # asked too late to be sent, or from one of these callbacks
+            self._settle(
+                self._inbox.popleft()[0], PeerUnreachable("this engine is shutting down")
+            )
         self._bell.close()
         self._context.destroy(linger=0)
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvhandoff.model.topology import ParallelSizes
-from kvhandoff.transport.base import Transport
 from kvhandoff.transport.memory import MemoryFabric
-from tests.engines import HOST, DecodeEngine, MakeTransport, PrefillEngine
+from tests.engines import DecodeEngine, MakeTransport, PrefillEngine
 from tests.oracle import CacheShape, ModelShape, assert_holds
 
 LENGTHS = (1, 15, 16, 17, 64, 65, 100)
@@ -24,16 +23,7 @@ def make_transport(request: pytest.FixtureRequest) -> Iterator[MakeTransport]:
     if request.param == "memory":
         yield MemoryFabric().create
         return
-    pytest.importorskip("mooncake.engine", reason="Mooncake's TransferEngine is not installed")
-    from kvhandoff.transport.mooncake import MooncakeTransport
-
-    made: list[Transport] = []
-
-    def create() -> Transport:
-        made.append(MooncakeTransport(HOST, "tcp"))
-        return made[-1]
-
-    yield create
+    yield request.getfixturevalue("mooncake_pool").lend
 
 
 @pytest.mark.parametrize("heads", [1, 4], ids=["mla", "gqa"])

@@ -9,6 +9,10 @@ address of a cell is affine::
 
 A *block* is what the scheduler counts; a *row* is what the attention kernel counts. One block is
 ``block_tokens / row_tokens`` rows (both in token slots of this rank, before DCP multiplies them).
+
+Some attention backends keep to this only from the outside: within one row and head they store the
+bytes in an order of their own (vLLM's CPU attention packs keys for its vector units). Such a layer
+names its ``format``, and its rows are moved whole, between caches of the same format.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         row_tokens: token slots of a tensor row; divides ``block_tokens``.
         rows: rows of the tensor.
         content: bytes of one token and head.
+        format: empty if each cell lies where the strides say; else the name of the row format.
     """
 
     name: str
@@ -59,6 +64,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
     token_stride: int
     content: int
     stripe: TokenStripe = EVERY_TOKEN
+    format: str = ""
 
     @property
     def rows_per_block(self) -> int:
@@ -75,7 +81,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         """Everything but name and base: layers with equal geometry are planned together."""
         return (
             self.group, self.heads, self.stripe, self.block_tokens, self.row_tokens, self.rows,
-            self.row_stride, self.head_stride, self.token_stride, self.content,
+            self.row_stride, self.head_stride, self.token_stride, self.content, self.format,
         )  # fmt: skip
 
     @property
@@ -111,6 +117,7 @@ class WorkerLayout(msgspec.Struct, frozen=True, array_like=True):
             )  # fmt: skip
             if (
                 len(layer.name) > MAX_NAME_LENGTH
+                or len(layer.format) > MAX_NAME_LENGTH
                 or min(numbers) < 1
                 or max(numbers) >= _MAX_ADDRESS
                 or layer.block_tokens % layer.row_tokens

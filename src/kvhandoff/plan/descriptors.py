@@ -24,7 +24,7 @@ import numpy as np
 
 from kvhandoff.errors import IncompatiblePeer
 from kvhandoff.model.layout import LayerLayout, WorkerLayout
-from kvhandoff.plan.pairing import Chunks, Span, chunks, granule, locate
+from kvhandoff.plan.pairing import Chunks, Span, check_formats, chunks, granule, locate
 from kvhandoff.plan.routing import Part
 
 
@@ -88,7 +88,7 @@ class Template:
     """All that can be computed about reading one part from one producer worker before a request.
 
     Raises:
-        IncompatiblePeer: if a cell has another size on the two sides.
+        IncompatiblePeer: if a cell has another size or an incompatible format on the two sides.
     """
 
     def __init__(self, part: Part, producer: WorkerLayout, consumer: WorkerLayout) -> None:
@@ -105,6 +105,7 @@ class Template:
                     expected=f"{pair[1].content} as on the decode engine",
                     change="use the same --dtype and --kv-cache-dtype on both",
                 )
+            check_formats(*pair)
             pairs[pair[0].geometry, pair[1].geometry].append(pair)
         self._families = [
             _Family(
@@ -135,7 +136,8 @@ class Template:
             remote = remote_blocks[family.producer.group]
             local = local_blocks[family.consumer.group]
             size = granule(family.producer, family.consumer)
-            for cut in chunks(span, size, family.producer.stripe, family.consumer.stripe):
+            stripes = family.producer.stripe, family.consumer.stripe
+            for cut in chunks(span, size, *stripes, whole_rows=bool(family.producer.format)):
                 pieces += _lower(family, self.part, cut, remote, local)
         return Descriptors.join(pieces)
 

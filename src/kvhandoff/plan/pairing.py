@@ -6,7 +6,8 @@ gives a row and a slot on either side. Block lists are indexed by position in th
 prefix hit, null blocks in front of a window, and unequal block sizes need no case of their own.
 
 A *chunk* is a run of consecutive tokens that is dense within one row on both sides. Its length is
-the granule: as long as both stripes and both row sizes allow.
+the granule: as long as both stripes and both row sizes allow. Rows with a format of their own are
+one chunk each, and are never cut.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import gcd
 
 import numpy as np
 
-from kvhandoff.errors import ProtocolError
+from kvhandoff.errors import IncompatiblePeer, ProtocolError
 from kvhandoff.model.layout import NULL_BLOCK, LayerLayout
 from kvhandoff.model.topology import TokenStripe
 from kvhandoff.plan.routing import owned
@@ -38,6 +39,55 @@ class Chunks:
     tokens: int
 
 
+def check_formats(producer: LayerLayout, consumer: LayerLayout) -> None:
+    """Refuse two layouts of which one cannot be cut the way the other one needs.
+
+    Raises:
+        IncompatiblePeer: naming what differs and the setting to change.
+    """
+    if not producer.format and not consumer.format:
+        return
+    for what, theirs, ours, change in (
+        (
+            "the attention backend's row format",
+            producer.format or "plain cells",
+            consumer.format or "plain cells",
+            "use the same --attention-backend on both",
+        ),
+        (
+            "tokens in a kernel block",
+            producer.row_tokens,
+            consumer.row_tokens,
+            "use the same --block-size on both",
+        ),
+    ):
+        if theirs != ours:
+            raise IncompatiblePeer.because(
+                f"layer {consumer.name!r} is stored in rows that can only be copied whole, and "
+                f"{what} differs",
+                found=f"{theirs} on the prefill engine",
+                expected=f"{ours} as on the decode engine",
+                change=change,
+            )
+    for side, layer in (("prefill", producer), ("decode", consumer)):
+        if layer.token_stride != layer.content:
+            raise IncompatiblePeer.because(
+                f"rows of layer {layer.name!r} are stored in format {layer.format}",
+                found=f"heads inside of tokens on the {side} engine",
+                expected="tokens inside of heads",
+                change="use a head-major KV cache layout (LBHNC) there",
+            )
+        if layer.stripe.count > 1 and layer.stripe.interleave % layer.row_tokens:
+            raise IncompatiblePeer.because(
+                f"rows of layer {layer.name!r} are stored in format {layer.format} and cannot be "
+                "cut between decode context parallel ranks",
+                found=f"--cp-kv-cache-interleave-size {layer.stripe.interleave} on the {side} "
+                "engine",
+                expected=f"a multiple of {layer.row_tokens}",
+                change="set --cp-kv-cache-interleave-size to the block size",
+            )
+
+
 def granule(producer: LayerLayout, consumer: LayerLayout) -> int:
     """Tokens in a chunk of two layouts."""
     size = gcd(producer.row_tokens, consumer.row_tokens)
@@ -47,13 +97,27 @@ def granule(producer: LayerLayout, consumer: LayerLayout) -> int:
     return size
 
 
-def chunks(span: Span, size: int, producer: TokenStripe, consumer: TokenStripe) -> list[Chunks]:
-    """Cut a span into the chunks that both stripes own; the first and last one may be shorter."""
+def chunks(
+    span: Span, size: int, producer: TokenStripe, consumer: TokenStripe, *, whole_rows: bool = False
+) -> list[Chunks]:
+    """Cut a span into the chunks that both stripes own; the first and last one may be shorter.
+
+    Args:
+        whole_rows: take the last chunk whole, though the span ends inside of it.
+
+    Raises:
+        ProtocolError: if whole rows are asked for and the span begins inside of one, whose first
+            tokens belong to a prefix that others may be reading.
+    """
     if span.stop <= span.start:
         return []
     grid = np.arange(span.start // size, -(-span.stop // size), dtype=np.int64) * size
     grid = grid[owned(grid, producer) & owned(grid, consumer)]
     whole = (grid >= span.start) & (grid + size <= span.stop)
+    if whole_rows:
+        if span.start % size:
+            raise ProtocolError(f"token {span.start} is inside of a row of {size} tokens")
+        whole[:] = True
     cut = [Chunks(grid[whole], size)] if whole.any() else []
     for first in grid[~whole].tolist():
         start, stop = max(first, span.start), min(first + size, span.stop)

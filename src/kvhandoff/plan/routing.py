@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import lcm
+from math import gcd
 
 import numpy as np
 
@@ -131,10 +131,16 @@ def _stripes(wanted: LayerLayout, held: set[TokenStripe]) -> list[TokenStripe]:
 
 
 def stripes_meet(one: TokenStripe, other: TokenStripe) -> bool:
-    """Whether any token is in both stripes (ownership repeats after the least common period)."""
-    period = lcm(one.count * one.interleave, other.count * other.interleave)
-    tokens = np.arange(period)
-    return bool(np.any(owned(tokens, one) & owned(tokens, other)))
+    """Whether any token is in both stripes.
+
+    Runs of the two begin ``apart`` plus any multiple of ``step`` tokens from each other; they
+    meet if the smallest such distance that can overlap does. (Numbers may come from the network:
+    this costs the same for all of them.)
+    """
+    step = gcd(one.count * one.interleave, other.count * other.interleave)
+    apart = one.index * one.interleave - other.index * other.interleave
+    nearest = (apart + one.interleave - 1) % step - (one.interleave - 1)
+    return nearest < other.interleave
 
 
 def owned(tokens: np.ndarray, stripe: TokenStripe) -> np.ndarray:

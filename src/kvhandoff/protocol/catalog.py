@@ -76,10 +76,13 @@ class Catalog(
             ProtocolError: naming the first thing that does not fit.
         """
         places = {worker.at for worker in self.workers}
-        if places != set(self.sizes.coordinates()) or len(places) != len(self.workers):
+        if (
+            len(self.workers) != self.sizes.world_size  # first: sizes may claim any number
+            or places != set(self.sizes.coordinates())
+        ):
             raise ProtocolError(
-                f"catalog of {self.engine} describes workers {sorted(places)}, "
-                f"which are not those of an engine with {self.sizes}"
+                f"catalog of {self.engine} describes {len(self.workers)} workers at "
+                f"{sorted(places)}, which are not those of an engine with {self.sizes}"
             )
         for worker in self.workers:
             worker.check()

@@ -19,7 +19,10 @@ from kvhandoff.model.topology import MAX_PARALLEL_SIZE
 
 PARAMS_VERSION = 1
 
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+_TEXT = r"^[^\ud800-\udfff]*\Z"
+"""No lone surrogates: JSON can spell them, but no message and no hash can carry them."""
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH, pattern=_TEXT)]
 
 
 class HandoffParams(msgspec.Struct, frozen=True):
@@ -40,8 +43,8 @@ class HandoffParams(msgspec.Struct, frozen=True):
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     remote_replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARALLEL_SIZE)]
     remote_lease: Annotated[float, msgspec.Meta(ge=0.1, le=86400)]
-    ticket: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    prompt_digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    ticket: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    prompt_digest: Annotated[str, msgspec.Meta(max_length=64, pattern=_TEXT)] = ""
     version: int = PARAMS_VERSION
     do_remote_prefill: bool = True
     do_remote_decode: bool = False

@@ -72,6 +72,7 @@ class MooncakeTransport:
             )
 
     def close(self) -> None:
+        """Unregister all memory. The engine lives on, and may be given other memory."""
         with self._lock:
             segments, self._registered = self._registered, []
         for segment in segments:

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from kvhandoff.config import HandoffConfig
 from kvhandoff.errors import UnsupportedSetup
 from kvhandoff.model.layout import LayerLayout, Segment, WorkerLayout
+from kvhandoff.model.rules import require_role
 from kvhandoff.model.topology import EVERY_TOKEN, Coordinate, ParallelSizes, heads_of
 from kvhandoff.protocol.catalog import Fingerprint
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+CELL_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"})
+"""Backends that store a head's token where the strides of the view say, K beside V. (Every MLA
+backend stores one row per token.) Any other backend's rows are moved whole."""
 
 _VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Keys of a model's configuration that may differ between hosts that serve the same model."""
@@ -56,23 +61,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         raise UnsupportedSetup("kvhandoff needs --kv-transfer-config")
-    role = transfer.kv_role
-    pcp = parallel_sizes(vllm_config).pcp
-    if role == "kv_consumer" and pcp > 1:
-        raise UnsupportedSetup.because(
-            "a decode engine cannot use prefill context parallelism",
-            found=f"--prefill-context-parallel-size {pcp} with kv_role kv_consumer",
-            expected="--prefill-context-parallel-size 1",
-            change="remove --prefill-context-parallel-size from the decode engine "
-            "(prefill engines may keep it)",
-        )
-    if role not in ("kv_producer", "kv_consumer"):
-        raise UnsupportedSetup.because(
-            "an engine either prefills for others or decodes",
-            found=f"kv_role {role}",
-            expected="kv_producer or kv_consumer",
-            change="set kv_role in --kv-transfer-config to one of them",
-        )
+    require_role(transfer.kv_role, parallel_sizes(vllm_config))
 
 
 def coordinate() -> Coordinate:
@@ -169,6 +158,19 @@ def _total_heads(vllm_config: VllmConfig, name: str, spec: FullAttentionSpec) ->
     return total
 
 
+def _row_format(vllm_config: VllmConfig, name: str, spec: KVCacheSpec) -> str:
+    """See :attr:`LayerLayout.format`."""
+    if isinstance(spec, MLAAttentionSpec):
+        return ""
+    layer: Any = vllm_config.compilation_config.static_forward_context[name]
+    backend = str(layer.get_attn_backend().get_name())
+    if backend in CELL_BACKENDS:
+        return ""
+    # CPU attention packs keys for the vector unit that it found.
+    unit = getattr(layer, "isa", "")
+    return f"{backend}/{unit}" if unit else backend
+
+
 def _describe_layer(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
@@ -218,6 +220,7 @@ def _describe_layer(
         token_stride=view.stride(2) * size,
         content=view.shape[3] * size,
         stripe=sizes.stripe(coordinate(), interleave) if sharded else EVERY_TOKEN,
+        format=_row_format(vllm_config, name, spec),
     )
 
 

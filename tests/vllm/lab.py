@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM servers for tests: one prefill and one decode engine at a time, tiny models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvhandoff.cli.servers import HOST, Server, free_port, vllm_server, wait_ready
+from kvhandoff.cli.status import fetch_status
+from kvhandoff.ids import Endpoint
+from kvhandoff.protocol.messages import StatusReport
+
+READY_SECONDS = 420.0
+NEW_TOKENS = 5
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 129, 200, 300, 700)
+
+Params = dict[str, Any]
+
+
+def prompts(offset: int, *, shared: int = 0) -> list[list[int]]:
+    """18 prompts of many lengths; the first ``shared`` tokens of the longer ones do not depend on
+    ``offset``, so that two sets share a prefix."""
+    made = []
+    for number, length in enumerate(LENGTHS):
+        common = shared if length > shared else 0
+        made.append(
+            [
+                ((number if j < common else number * 7 + offset) * 11 + j * 37) % 250
+                for j in range(length)
+            ]
+        )
+    return made
+
+
+@dataclass
+class Lab:
+    """Starts servers of one model."""
+
+    model: Path
+    logs: Path
+    environment: Mapping[str, str]
+    block_size: int
+
+    def server(
+        self, name: str, transfer: Mapping[str, object] | None = None, *arguments: str
+    ) -> Server:
+        common = [
+            "--served-model-name", "m", "--enforce-eager", "--dtype", "float32",
+            "--max-model-len", "1024", "--max-num-seqs", "18",
+            "--block-size", str(self.block_size),
+        ]  # fmt: skip
+        return vllm_server(
+            name,
+            self.model,
+            self.logs / f"{name}.log",
+            transfer=transfer,
+            arguments=[*common, *arguments],
+            environment=self.environment,
+        )
+
+    def prefill(
+        self, name: str, pcp: int, *arguments: str, desk: int | None = None, **transfer: object
+    ) -> tuple[Server, Endpoint]:
+        """A prefill engine and the address of its desk."""
+        port = desk or free_port()
+        config = {
+            "kv_connector": "KVHandoffConnector",
+            "kv_role": "kv_producer",
+            "kv_port": port,
+            "kv_connector_extra_config": {"lease": 10},
+        } | transfer
+        server = self.server(name, config, "--prefill-context-parallel-size", str(pcp), *arguments)
+        return server, Endpoint(HOST, port)
+
+    def decode(self, name: str, *arguments: str, **transfer: object) -> Server:
+        config = {"kv_connector": "KVHandoffConnector", "kv_role": "kv_consumer"} | transfer
+        return self.server(name, config, *arguments)
+
+
+def start(*servers: Server) -> None:
+    for server in servers:
+        server.start()
+    for _ in wait_ready(servers, READY_SECONDS):
+        pass
+
+
+def post(server: Server, body: Mapping[str, object], timeout: float = 300.0) -> dict[str, Any]:
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _body(prompt: Sequence[int], tokens: int) -> dict[str, object]:
+    return {
+        "model": "m",
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def complete(
+    server: Server, prompt: Sequence[int], params: Params | None = None, tokens: int = NEW_TOKENS
+) -> list[int]:
+    """Greedy token ids."""
+    body = _body(prompt, tokens)
+    if params is not None:
+        body["kv_transfer_params"] = params
+    ids: list[int] = post(server, body)["choices"][0]["token_ids"]
+    assert len(ids) == tokens
+    return ids
+
+
+def prefill(server: Server, prompt: Sequence[int]) -> Params:
+    """Let a prefill engine compute and hold a prompt."""
+    body = _body(prompt, 1) | {
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}
+    }
+    params: Params = post(server, body)["kv_transfer_params"]
+    assert params["do_remote_prefill"]
+    return params
+
+
+def hand_off(p: Server, d: Server, prompt: Sequence[int]) -> list[int]:
+    return complete(d, prompt, prefill(p, prompt))
+
+
+def at_once(function: Any, items: Sequence[Any]) -> list[Any]:
+    """Call for all items concurrently, so that the engines batch them."""
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(function, items))
+
+
+def kv_usage(server: Server) -> float:
+    return server.metric("vllm:kv_cache_usage_perc")
+
+
+def wait_for(condition: Any, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} within {seconds} s"
+        time.sleep(0.2)
+
+
+def settled(desk: Endpoint, server: Server, seconds: float = 15.0) -> StatusReport:
+    """The desk's books once nothing is held and the engine's cache is empty."""
+    wait_for(lambda: fetch_status(desk).held == 0, seconds, "nothing held")
+    wait_for(lambda: kv_usage(server) == 0, seconds, "prefill engine's KV usage 0")
+    return fetch_status(desk)
