@@ -85,6 +85,12 @@ class PrefillEngine:
 
     def prefill(self, tokens: int, seed: int, *, request: str = "") -> HandoffParams:
         """Compute a prompt's KV on every replica and hold it."""
+        params = self.announce(tokens, seed, request=request)
+        self.hold(params, seed)
+        return params
+
+    def announce(self, tokens: int, seed: int, *, request: str = "") -> HandoffParams:
+        """Begin to prefill: blocks are taken, their KV is still to come."""
         request_id = RequestId(request or f"prompt-{next(_numbers)}-{seed}")
         self.desk.announce([request_id])
         count = blocks_needed(tokens, self.shape, self.sizes)
@@ -92,13 +98,6 @@ class PrefillEngine:
         assert len(order) == count, "the engine of this test is too small"
         self.free_blocks = [block for block in self.free_blocks if block not in set(order)]
         self.held[request_id] = order
-        for cache in self.caches.values():
-            stamp(cache, order, tokens, seed)
-        ticket = Ticket(secrets.token_hex(16))
-        self.desk.hold(Holding(request_id, ticket, (order,), tokens))
-        for rank in self.caches:
-            if rank != 0:
-                self.reports[rank].append(request_id)
         return HandoffParams(
             remote_engine_id=self.engine,
             remote_request_id=request_id,
@@ -107,8 +106,24 @@ class PrefillEngine:
             remote_num_tokens=tokens,
             remote_replicas=self.sizes.replicas,
             remote_lease=self.lease,
-            ticket=ticket,
+            ticket=Ticket(secrets.token_hex(16)),
         )
+
+    def hold(self, params: HandoffParams, seed: int) -> None:
+        """Prefill has ended: the KV is there."""
+        request_id, tokens = RequestId(params.remote_request_id), params.remote_num_tokens
+        order = self.held[request_id]
+        for cache in self.caches.values():
+            stamp(cache, order, tokens, seed)
+        self.desk.hold(Holding(request_id, params.proof, (order,), tokens))
+        for rank in self.caches:
+            if rank != 0:
+                self.reports[rank].append(request_id)
+
+    @property
+    def waiting(self) -> int:
+        """Readers that asked for a request before it was held."""
+        return self.desk._ledger._parked
 
     def step(self) -> None:
         """What vLLM does between steps: collect reports, free what every worker reported."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import zmq
 
 from kvhandoff.errors import PeerUnreachable, ProtocolError, UnsupportedSetup
@@ -180,9 +181,7 @@ class Client:
         for question in list(self._open.values()):
             self._settle(question, PeerUnreachable("this engine is shutting down"))
         while self._inbox:  # asked too late to be sent, or from one of these callbacks
-            self._settle(
-                self._inbox.popleft()[0], PeerUnreachable("this engine is shutting down")
-            )
+            self._settle(self._inbox.popleft()[0], PeerUnreachable("this engine is shutting down"))
         self._bell.close()
         self._context.destroy(linger=0)
 
@@ -202,7 +201,7 @@ class Client:
                     question.endpoint, poller
                 )
                 socket.send(encode(correlation, request), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
+            except (zmq.ZMQError, msgspec.MsgspecError, ValueError, TypeError) as error:
                 del self._open[correlation]
                 self._settle(
                     question, PeerUnreachable(f"cannot send to {question.endpoint}: {error}")

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
 from kvhandoff.errors import UnsupportedSetup
+from kvhandoff.plan.replicas import Policy
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+_Bytes = Annotated[int, msgspec.Meta(ge=4096, le=1 << 40)]
 _Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
 FOREIGN_KEYS = frozenset({"prefill", "decode", "use_ascend_direct"})
@@ -29,7 +31,11 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the address of the default route.
         lease: how long a producer keeps a request without hearing from a consumer.
         max_hold: how long it does so at the longest, renewals or not.
-        replica_policy: how a consumer chooses the PCP replica. ``request``: by request id.
+        replica_policy: how a consumer chooses the PCP replica. ``request``: by request id;
+            ``least-loaded``: the one it is reading the fewest tokens from; ``stripe``: it reads
+            from all of them, and from all TP copies, at the same time.
+        stripe_min_bytes: a read is striped over as many holders as get this much each.
+        slice_bytes: larger reads are cut into slices of this size.
         read_threads: reads in flight on each consumer worker.
         handshake_timeout: for the first contact with a producer.
         answer_timeout: for each later question to a desk.
@@ -41,7 +47,9 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertise_host: str = ""
     lease: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 30.0
     max_hold: _Positive = 900.0
-    replica_policy: Literal["request"] = "request"
+    replica_policy: Policy = "request"
+    stripe_min_bytes: _Bytes = 1 << 20
+    slice_bytes: _Bytes = 64 << 20
     read_threads: _Threads = 8
     handshake_timeout: _Positive = 5.0
     answer_timeout: _Positive = 5.0

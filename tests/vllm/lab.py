@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from kvhandoff.cli.servers import HOST, Server, free_port, vllm_server, wait_ready
+from kvhandoff.cli.servers import HOST, Server, free_port, http, vllm_server, wait_ready
 from kvhandoff.cli.status import fetch_status
 from kvhandoff.ids import Endpoint
 from kvhandoff.protocol.messages import StatusReport
 
 READY_SECONDS = 420.0
 NEW_TOKENS = 5
+LEASE = 60.0
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 129, 200, 300, 700)
 
 Params = dict[str, Any]
@@ -54,7 +53,7 @@ class Lab:
         common = [
             "--served-model-name", "m", "--enforce-eager", "--dtype", "float32",
             "--max-model-len", "1024", "--max-num-seqs", "18",
-            "--block-size", str(self.block_size),
+            "--block-size", str(self.block_size), "--num-gpu-blocks-override", "512",
         ]  # fmt: skip
         return vllm_server(
             name,
@@ -74,7 +73,8 @@ class Lab:
             "kv_connector": "KVHandoffConnector",
             "kv_role": "kv_producer",
             "kv_port": port,
-            "kv_connector_extra_config": {"lease": 10},
+            # Nothing renews before a request has reached D's scheduler, and steps are slow here.
+            "kv_connector_extra_config": {"lease": LEASE},
         } | transfer
         server = self.server(name, config, "--prefill-context-parallel-size", str(pcp), *arguments)
         return server, Endpoint(HOST, port)
@@ -84,15 +84,31 @@ class Lab:
         return self.server(name, config, *arguments)
 
 
+FIRST = prompts(0, shared=64)
+SECOND = prompts(1000, shared=64)
+"""Two sets that share the first 64 tokens of their longer prompts."""
+
+
+@dataclass
+class Bench:
+    """A model in the lab, with what plain vLLM answers to both sets of prompts."""
+
+    lab: Lab
+    name: str
+    expected: dict[str, list[list[int]]]
+
+
 def start(*servers: Server) -> None:
+    """Start those that do not run yet, and wait until all are ready."""
     for server in servers:
-        server.start()
-    for _ in wait_ready(servers, READY_SECONDS):
-        pass
+        if server.process is None:
+            server.start()
+    for server, _ in wait_ready(servers, READY_SECONDS):
+        complete(server, [1, 2, 3])  # the first step of a CPU engine takes many seconds
 
 
 def post(server: Server, body: Mapping[str, object], timeout: float = 300.0) -> dict[str, Any]:
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout)
+    response = http().post(f"{server.url}/v1/completions", json=body, timeout=timeout)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

@@ -6,9 +6,9 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,17 +16,14 @@ import pytest
 from kvhandoff.channel import Client
 from kvhandoff.cli.servers import Server, ServerFailed
 from kvhandoff.ids import Endpoint
-from kvhandoff.protocol.messages import HeldKey, Open, Opened, Release, StatusReport
+from kvhandoff.protocol.messages import HeldKey, Open, Opened, Release
 from tests.vllm import lab
+from tests.vllm.lab import FIRST, SECOND
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 models = pytest.importorskip("kvhandoff_cpu_lab.models")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-
-BLOCK_SIZE = {"mla": 16, "qwen3": 32}
-FIRST = lab.prompts(0, shared=64)
-SECOND = lab.prompts(1000, shared=64)
 
 
 @dataclass
@@ -40,36 +37,20 @@ class Engines:
     desk: Endpoint
     decode: Server
     stack: ExitStack
-    sent: int = 0
-    notes: dict[str, StatusReport] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module", params=["mla", "qwen3"])
 def engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, benches: Callable[[str], lab.Bench]
 ) -> Iterator[Engines]:
-    from kvhandoff_cpu_lab.environment import cpu_environment
-
-    model: str = request.param
-    home = tmp_path_factory.mktemp(model)
-    path: Path = home / "model"
-    models.MAKERS[model](path)
-    laboratory = lab.Lab(path, home / "logs", cpu_environment(), BLOCK_SIZE[model])
+    bench = benches(request.param)
     with ExitStack() as stack:
-        plain = laboratory.server("plain")
-        stack.callback(plain.stop)
-        lab.start(plain)
-        expected = {
-            "first": lab.at_once(lambda prompt: lab.complete(plain, prompt), FIRST),
-            "second": lab.at_once(lambda prompt: lab.complete(plain, prompt), SECOND),
-        }
-        plain.stop()
-        prefill, desk = laboratory.prefill("prefill-pcp2", 2)
-        decode = laboratory.decode("decode")
+        prefill, desk = bench.lab.prefill("prefill-pcp2", 2)
+        decode = bench.lab.decode("decode")
         for server in (prefill, decode):
             stack.callback(server.stop)
         lab.start(prefill, decode)
-        yield Engines(laboratory, model, expected, prefill, desk, decode, stack)
+        yield Engines(bench.lab, bench.name, bench.expected, prefill, desk, decode, stack)
 
 
 def test_plain_answers_vary(engines: Engines) -> None:
@@ -140,7 +121,7 @@ def test_decode_engine_killed_and_replaced(engines: Engines) -> None:
     lab.start(engines.decode)
     answers_again = [lab.hand_off(engines.prefill, engines.decode, prompt) for prompt in FIRST[:10]]
     assert answers_again == engines.expected["first"][:10]
-    report = lab.settled(engines.desk, engines.prefill, seconds=15)  # the lease is 10 s
+    report = lab.settled(engines.desk, engines.prefill, seconds=lab.LEASE + 5)
     assert report.counters["expired"] >= 4
 
 

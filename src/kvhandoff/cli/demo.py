@@ -14,12 +14,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvhandoff.cli.servers import HOST, Server, free_port, router_server, vllm_server, wait_ready
+from kvhandoff.cli.servers import (
+    HOST,
+    Server,
+    free_port,
+    http,
+    router_server,
+    vllm_server,
+    wait_ready,
+)
 from kvhandoff.cli.status import fetch_status
 from kvhandoff.errors import UnsupportedSetup
 from kvhandoff.ids import Endpoint
@@ -171,6 +178,8 @@ def _servers(
         "prefill engine (PCP 2)", path, logs / "prefill.log", environment=environment,
         transfer={
             "kv_connector": "KVHandoffConnector", "kv_role": "kv_producer", "kv_port": kv_port,
+            # A busy CPU machine can need longer than the default for its first step.
+            "kv_connector_extra_config": {"lease": 120},
         },
         arguments=[*common, "--prefill-context-parallel-size", "2"],
     )  # fmt: skip
@@ -207,9 +216,7 @@ def _chat(router: Server, decode: Server, report: Report, progress: Progress) ->
             advance(_short(exchange.answer))
     with _task(progress, "ask the decode engine alone", len(exchanges)) as advance:
         for exchange in exchanges:
-            body = httpx.post(
-                f"{decode.url}/v1/chat/completions", json=_body(exchange.question), timeout=300
-            )
+            body = http().post(f"{decode.url}/v1/chat/completions", json=_body(exchange.question))
             exchange.alone = body.raise_for_status().json()["choices"][0]["message"]["content"]
             advance(_short(exchange.alone))
     report.exchanges = exchanges
@@ -231,13 +238,13 @@ def _ask(router: Server, exchange: Exchange) -> None:
     url = f"{router.url}/v1/chat/completions"
     began = time.monotonic()
     if not exchange.streamed:
-        response = httpx.post(url, json=_body(exchange.question), timeout=300)
+        response = http().post(url, json=_body(exchange.question))
         body = response.raise_for_status().json()
         exchange.answer = body["choices"][0]["message"]["content"]
         exchange.response_id = body["id"]
     else:
         request = _body(exchange.question) | {"stream": True}
-        with httpx.stream("POST", url, json=request, timeout=300) as response:
+        with http().stream("POST", url, json=request) as response:
             response.raise_for_status()
             for line in response.iter_lines():
                 if not line.startswith("data: {"):

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
@@ -16,11 +16,17 @@ from kvhandoff.errors import KVHandoffError, UnsupportedSetup
 if TYPE_CHECKING:
     from kvhandoff.cli.whatif import Engine, Explanation, PlannedRead
     from kvhandoff.model.shapes import ModelShape
+    from kvhandoff.plan.pieces import Slicing
 
 REFUSED = 2
 """Exit code where the pairing, or what was typed, is refused."""
 
 _PCP_NOTE = "vLLM 0.32 itself runs prefill context parallelism for MLA models only"
+_POLICY_NOTES = {
+    "least-loaded": "least-loaded: a D that reads nothing else takes this replica, as with "
+    "request; a busy one takes the replica that it reads the fewest tokens from",
+    "stripe": "stripe: shares are those of equally fast holders; a slow one serves less",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,12 @@ def explain(
         int, typer.Option(min=1, help="--cp-kv-cache-interleave-size where DCP is above 1.")
     ] = 1,
     request: Annotated[str, typer.Option(help="P's id of the request.")] = "request-0",
-    policy: Annotated[str, typer.Option(help="How D chooses the PCP replica.")] = "request",
+    policy: Annotated[
+        str, typer.Option(help="replica_policy of D: request, least-loaded or stripe.")
+    ] = "request",
+    stripe_min_bytes: Annotated[
+        int, typer.Option(min=4096, help="stripe_min_bytes of D, for --policy stripe.")
+    ] = 1 << 20,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -64,7 +75,7 @@ def explain(
     from kvhandoff.cli.whatif import Prompt, explain_pairing
 
     try:
-        _require_policy(policy)
+        stripe = _slicing(policy, stripe_min_bytes)
         question = _question(
             (prefill, decode),
             (prefill_block_size or block_size, decode_block_size or block_size),
@@ -73,8 +84,9 @@ def explain(
             _model(model, model_config),
         )
         found = explain_pairing(
-            question.model, question.prefill, question.decode, Prompt(tokens, hit, request)
+            question.model, question.prefill, question.decode, Prompt(tokens, hit, request), stripe
         )
+        question.notes.extend(note for name, note in _POLICY_NOTES.items() if name == policy)
         if svg is not None:
             from kvhandoff.cli.picture import svg_picture
 
@@ -87,14 +99,19 @@ def explain(
         _show(found, question.notes)
 
 
-def _require_policy(policy: str) -> None:
-    if policy != "request":
+def _slicing(policy: str, smallest: int) -> Slicing | None:
+    """How reads are spread over holders; None if each has one."""
+    from kvhandoff.plan.pieces import Slicing
+    from kvhandoff.plan.replicas import Policy
+
+    if policy not in get_args(Policy):
         raise UnsupportedSetup.because(
-            "engines of this release choose the replica by request id only",
+            "engines do not choose replicas like this",
             found=f"--policy {policy}",
-            expected="request",
-            change="leave --policy and replica_policy at request",
+            expected=", ".join(get_args(Policy)),
+            change="use one of these, as for replica_policy",
         )
+    return Slicing(smallest=smallest) if policy == "stripe" else None
 
 
 def _model(text: str, config: Path | None) -> tuple[ModelShape, list[str]]:
@@ -162,6 +179,10 @@ def as_dict(found: Explanation) -> dict[str, Any]:
                 "equivalent_holders": len(read.holders),
                 "holders": [holder._asdict() for holder in read.holders],
                 "source": read.source._asdict(),
+                "shares": [
+                    {"holder": s.holder._asdict(), "bytes": s.nbytes, "pieces": s.pieces}
+                    for s in read.shares
+                ],
                 "bytes": read.nbytes,
                 "descriptors": {
                     "consecutive_blocks": read.descriptors[0],
@@ -212,7 +233,7 @@ def _show(found: Explanation, notes: list[str]) -> None:
             ranges(read.layers),
             "all" if found.model.mla else ranges(range(read.heads.start, read.heads.stop)),
             stripe_text(read.stripe) + meets,
-            place_text(read.source, found.prefill.sizes),
+            _sources(read, found),
             str(len(read.holders)),
             f"{read.nbytes:,}",
             str(few) if few == many else f"{few}-{many}",
@@ -224,6 +245,19 @@ def _show(found: Explanation, notes: list[str]) -> None:
     print("\n".join(text_picture(found)))
     for note in notes:
         print(f"note: {note}")
+
+
+def _sources(read: PlannedRead, found: Explanation) -> str:
+    """The worker that is read; of several, each with its part of the bytes."""
+    from kvhandoff.cli.picture import place_text
+
+    sizes = found.prefill.sizes
+    if len(read.shares) == 1:
+        return place_text(read.source, sizes)
+    return ", ".join(
+        f"{place_text(share.holder, sizes)} {share.nbytes / read.nbytes:.0%}"
+        for share in read.shares
+    )
 
 
 def _headline(found: Explanation) -> str:

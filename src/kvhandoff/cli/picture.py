@@ -50,7 +50,7 @@ def text_picture(found: Explanation) -> list[str]:
     sizes, own = found.prefill.sizes, found.decode.sizes
     cells: dict[Coordinate, str] = {}
     for at in sizes.coordinates():
-        readers = {own.rank(read.reader) for read in found.reads if read.source == at}
+        readers = {own.rank(read.reader) for read in found.reads if at in read.sources}
         spare = any(at in read.holders for read in found.reads)
         cells[at] = f"D{ranges(readers)}" if readers else "." if spare else "-"
     width = max(4, *(len(cell) for cell in cells.values()))
@@ -155,7 +155,8 @@ def _lines(
     found: Explanation, top: dict[Coordinate, int], bottom: dict[Coordinate, int]
 ) -> list[str]:
     """Dashed lines from middle to middle; on these the lines of reads, spread over the edges."""
-    chosen = sorted({(read.source, read.reader) for read in found.reads}, key=lambda p: top[p[0]])
+    pairs = {(source, read.reader) for read in found.reads for source in read.sources}
+    chosen = sorted(pairs, key=lambda pair: top[pair[0]])
     readers: dict[Coordinate, list[Coordinate]] = defaultdict(list)
     sources: dict[Coordinate, list[Coordinate]] = defaultdict(list)
     for source, reader in chosen:
@@ -192,7 +193,7 @@ def _curve(look: str, x1: int, x2: int) -> str:
 def _boxes(
     found: Explanation, top: dict[Coordinate, int], bottom: dict[Coordinate, int]
 ) -> list[str]:
-    sources = {read.source for read in found.reads}
+    sources = {source for read in found.reads for source in read.sources}
     drawn = []
     for engine, places, y in (
         (found.prefill, top, _PREFILL_TOP),

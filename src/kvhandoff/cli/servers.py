@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -24,6 +25,12 @@ HOST = "127.0.0.1"
 
 class ServerFailed(KVHandoffError):
     """A server process ended or did not become ready."""
+
+
+@functools.cache
+def http() -> httpx.Client:
+    """One client for all: making one costs as much as hundreds of requests."""
+    return httpx.Client(timeout=300, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def free_port() -> int:
@@ -76,7 +83,7 @@ class Server:
         if self.process is None or self.process.poll() is not None:
             raise ServerFailed(f"{self.name} ended while it started; {self.explain()}")
         try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return http().get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -88,7 +95,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a Prometheus metric over its label values."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = http().get(f"{self.url}/metrics", timeout=30).text
         return sum(
             float(line.rsplit(" ", 1)[1])
             for line in text.splitlines()

@@ -2,23 +2,25 @@
 """Two engines that do not exist, and what the planner makes of them.
 
 Every answer comes from the functions that a consumer worker calls: ``cover`` for who could be
-read, ``holder_order`` for who is read, ``Template`` for the bytes.
+read, ``holder_order`` for who is read, ``Slicing`` and ``cut`` for who shares a read, ``Template``
+for the bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvhandoff.errors import UnsupportedSetup
-from kvhandoff.ids import Rank
 from kvhandoff.model.layout import WorkerLayout
 from kvhandoff.model.rules import CONSUMER, PRODUCER, require_engine
 from kvhandoff.model.shapes import CacheShape, ModelShape, blocks_needed, engine_layouts
 from kvhandoff.model.topology import Coordinate, HeadRange, ParallelSizes, TokenStripe
 from kvhandoff.plan.descriptors import Descriptors, Template
 from kvhandoff.plan.pairing import Span
+from kvhandoff.plan.pieces import Slicing, cut
 from kvhandoff.plan.routing import Part, cover, holder_order, replica_for_request
 
 MAX_TOKENS = 10_000_000
@@ -43,11 +45,21 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class HolderShare:
+    """What one of the holders of a part serves, if all of them are equally fast."""
+
+    holder: Coordinate
+    nbytes: int
+    pieces: int
+
+
+@dataclass(frozen=True)
 class PlannedRead:
     """One part that a consumer worker reads.
 
     Attributes:
         holders: every producer worker that has the part, the one that is read first.
+        shares: those that are read, and what each of them serves.
         stripe: the producer's token stripe, ``own_stripe`` the consumer's.
         descriptors: their number if the request's blocks are consecutive on both sides, and if no
             two of them are neighbours.
@@ -59,13 +71,19 @@ class PlannedRead:
     stripe: TokenStripe
     own_stripe: TokenStripe
     holders: tuple[Coordinate, ...]
+    shares: tuple[HolderShare, ...]
     nbytes: int
     descriptors: tuple[int, int]
 
     @property
     def source(self) -> Coordinate:
-        """The worker that is read."""
+        """The worker that is read, or the first of several."""
         return self.holders[0]
+
+    @property
+    def sources(self) -> list[Coordinate]:
+        """All workers that are read."""
+        return [share.holder for share in self.shares]
 
 
 @dataclass(frozen=True)
@@ -106,9 +124,16 @@ def require_pairing(model: ModelShape, prefill: Engine, decode: Engine) -> None:
 
 
 def explain_pairing(
-    model: ModelShape, prefill: Engine, decode: Engine, prompt: Prompt
+    model: ModelShape,
+    prefill: Engine,
+    decode: Engine,
+    prompt: Prompt,
+    stripe: Slicing | None = None,
 ) -> Explanation:
     """Plan a request between two engines.
+
+    Args:
+        stripe: spread reads over all their holders like this; by default one holder is read.
 
     Raises:
         UnsupportedSetup: if one engine breaks a rule or the prompt makes no sense.
@@ -131,11 +156,12 @@ def explain_pairing(
             order = holder_order(
                 part, prefill.sizes, replica=replica, request_id=prompt.request, reader=reader
             )
-            plans = [
-                _lower(part, producers[order[0]], consumer, prefill, decode, prompt, gap)
-                for gap in (1, 2)
-            ]
-            reads.append(_describe(model, part, order, prefill.sizes, consumer, plans))
+            template = Template(part, producers[order[0]], consumer)
+            pieces = _pieces(template, prompt, len(order), stripe)
+            plans = [_lower(template, pieces[1], prefill, decode, prompt, gap) for gap in (1, 2)]
+            holders = tuple(prefill.sizes.coordinate(rank) for rank in order)
+            shares = _shares(holders, pieces[0], plans[0])
+            reads.append(_describe(model, part, holders, consumer, plans, shares))
     return Explanation(model, prefill, decode, prompt, replica, tuple(reads))
 
 
@@ -145,40 +171,69 @@ def _with_room(engine: Engine, tokens: int) -> Engine:
     return replace(engine, cache=replace(engine.cache, blocks=blocks))
 
 
+def _pieces(
+    template: Template, prompt: Prompt, holders: int, stripe: Slicing | None
+) -> tuple[int, list[Mapping[int, Span]]]:
+    """How many holders share the read, and its pieces."""
+    spans = {0: Span(prompt.hit, prompt.tokens)}
+    if stripe is None:
+        return 1, [spans]
+    nbytes = int(template.bytes_per_token * (prompt.tokens - prompt.hit))
+    active = stripe.holders(nbytes, holders)
+    return active, cut(
+        spans,
+        bytes_per_token=template.bytes_per_token,
+        piece_bytes=stripe.piece_bytes(nbytes, active),
+        align=template.align,
+    )
+
+
 def _lower(
-    part: Part,
-    producer: WorkerLayout,
-    consumer: WorkerLayout,
+    template: Template,
+    pieces: Sequence[Mapping[int, Span]],
     prefill: Engine,
     decode: Engine,
     prompt: Prompt,
     gap: int,
-) -> Descriptors:
-    """Descriptors of a part where block ids grow by ``gap``."""
+) -> list[Descriptors]:
+    """Descriptors of each piece of a part where block ids grow by ``gap``."""
     theirs, ours = (
         np.arange(blocks_needed(prompt.tokens, e.cache, e.sizes), dtype=np.int64) * gap + 1
         for e in (prefill, decode)
     )
-    template = Template(part, producer, consumer)
-    return template.lower({0: Span(prompt.hit, prompt.tokens)}, [theirs], [ours])
+    return [template.lower(spans, [theirs], [ours]) for spans in pieces]
+
+
+def _shares(
+    order: Sequence[Coordinate], active: int, plan: Sequence[Descriptors]
+) -> tuple[HolderShare, ...]:
+    """Deal the pieces in turn, as equally fast holders would take them."""
+    dealt = [(holder, plan[turn::active]) for turn, holder in enumerate(order[:active])]
+    return tuple(
+        HolderShare(holder, sum(piece.nbytes for piece in pieces), len(pieces))
+        for holder, pieces in dealt
+        if pieces
+    )
 
 
 def _describe(
     model: ModelShape,
     part: Part,
-    order: tuple[Rank, ...],
-    sizes: ParallelSizes,
+    holders: tuple[Coordinate, ...],
     consumer: WorkerLayout,
-    plans: list[Descriptors],
+    plans: list[list[Descriptors]],
+    shares: tuple[HolderShare, ...],
 ) -> PlannedRead:
     index = {name: number for number, name in enumerate(model.names)}
+    few, many = (sum(map(len, pieces)) for pieces in plans)
     return PlannedRead(
         reader=consumer.at,
         layers=tuple(index[name] for name in part.layers),
         heads=part.heads,
         stripe=part.stripe,
         own_stripe=consumer.layers[0].stripe,
-        holders=tuple(sizes.coordinate(rank) for rank in order),
-        nbytes=plans[0].nbytes,
-        descriptors=(len(plans[0]), len(plans[1])),
+        holders=holders,
+        shares=shares,
+        nbytes=sum(piece.nbytes for piece in plans[0]),
+        descriptors=(few, many),
     )

@@ -7,13 +7,18 @@
        |          |        |          |
        '----------+--------+----------+------> ended (failed)
 
-A part whose read failed is read again from the next equivalent holder. A pull ends only after
-every read that it began has returned, whatever they returned: bytes that land later would land in
-blocks that vLLM has given to somebody else. It ends well only after the desk said ``held``.
+Each part is read in pieces, by one or several of its equivalent holders at a time. A holder that
+returns a piece takes the next one, so that a slow one takes fewer. A holder whose read failed gets
+no more, its piece goes back to the others, and one that was spare steps in.
+
+A pull ends only after every read that it began has returned, whatever they returned: bytes that
+land later would land in blocks that vLLM has given to somebody else. It ends well only after the
+desk said ``held``.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -37,9 +42,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Read:
-    """Effect: read part number ``part`` from the worker ``source``."""
+    """Effect: read piece number ``piece`` of part number ``part`` from the worker ``source``."""
 
     part: int
+    piece: int
     source: Rank
 
 
@@ -70,31 +76,66 @@ class State(Enum):
     ENDED = auto()
 
 
-class Pull:
-    """State of one pull. Events that do not fit the state are late and change nothing."""
+@dataclass(frozen=True)
+class Share:
+    """A part to be read.
 
-    def __init__(self) -> None:
+    Attributes:
+        holders: whom it can be read from, best first.
+        pieces: how many pieces it is read in.
+        active: how many holders read at the same time; the others are spare.
+    """
+
+    holders: Sequence[Rank]
+    pieces: int = 1
+    active: int = 1
+
+
+class _Progress:
+    """What is left to read of one part, and who reads."""
+
+    def __init__(self, share: Share) -> None:
+        self.pending = deque(range(share.pieces))
+        self.active = list(share.holders[: share.active])
+        self.spare = deque(share.holders[share.active :])
+
+    def drop(self, source: Rank, piece: int) -> None:
+        """``source`` failed: take it out, let a spare step in, and give the piece back."""
+        self.pending.appendleft(piece)
+        if source in self.active:
+            self.active.remove(source)
+            if self.spare:
+                self.active.append(self.spare.popleft())
+
+
+class Pull:
+    """State of one pull. Events that do not fit the state are late and change nothing.
+
+    Args:
+        window: pieces that each holder has in flight; more than one hides its latency.
+    """
+
+    def __init__(self, window: int = 2) -> None:
+        self._window = window
         self.state = State.CONNECT
         self.failure: str | None = None
         self.failovers = 0
         self.opened: Opened | None = None
         self._incarnation = ""
         self._reconnected = False
-        self._holders: Sequence[Sequence[Rank]] = ()
-        self._tried: list[int] = []
-        self._outstanding = 0
+        self._parts: list[_Progress] = []
+        self._reading: set[tuple[int, int, Rank]] = set()
 
     def start(self) -> list[Effect]:
         """The first effect."""
         return [Connect(fresh=False)]
 
-    def connected(self, incarnation: str, holders: Sequence[Sequence[Rank]]) -> list[Effect]:
-        """The catalog is known. ``holders`` lists, for each part, whom to read from, best first."""
+    def connected(self, incarnation: str, shares: Sequence[Share]) -> list[Effect]:
+        """The catalog is known, and with it what there is to read."""
         if self.state is not State.CONNECT:
             return []
         self._incarnation = incarnation
-        self._holders = holders
-        self._tried = [0] * len(holders)
+        self._parts = [_Progress(share) for share in shares]
         self.state = State.OPEN
         return [Ask()]
 
@@ -110,23 +151,42 @@ class Pull:
             return [Connect(fresh=True)]
         self.opened = opened
         self.state = State.READ
-        if not self._holders:
-            return self._drained()
-        self._outstanding = len(self._holders)
-        return [Read(part, holders[0]) for part, holders in enumerate(self._holders)]
+        return self._go_on()
 
-    def read(self, part: int, failure: str | None) -> list[Effect]:
+    def read(self, part: int, piece: int, source: Rank, failure: str | None) -> list[Effect]:
         """A read returned; ``failure`` says why it did not bring all bytes."""
-        if self.state is not State.READ:
+        if (part, piece, source) not in self._reading:
             return []
+        self._reading.remove((part, piece, source))
         if failure is not None:
-            self._tried[part] += 1
-            if self.failure is None and self._tried[part] < len(self._holders[part]):
+            progress = self._parts[part]
+            progress.drop(source, piece)
+            if progress.active:
                 self.failovers += 1
-                return [Read(part, self._holders[part][self._tried[part]])]
-            self.failure = self.failure or failure
-        self._outstanding -= 1
-        return self._drained() if self._outstanding == 0 else []
+            else:
+                self.failure = self.failure or failure
+        return self._go_on()
+
+    def _go_on(self) -> list[Effect]:
+        """Hand out pieces to holders that have room; finish when nothing is left or in flight."""
+        effects: list[Effect] = []
+        if self.failure is None:
+            for part, progress in enumerate(self._parts):
+                for _ in range(self._window):
+                    for source in progress.active:
+                        if not progress.pending:
+                            break
+                        if self._in_flight(part, source) < self._window:
+                            piece = progress.pending.popleft()
+                            self._reading.add((part, piece, source))
+                            effects.append(Read(part, piece, source))
+        if not self._reading:
+            self.state = State.COMPLETE
+            effects.append(Finish(ok=self.failure is None))
+        return effects
+
+    def _in_flight(self, part: int, source: Rank) -> int:
+        return sum((part, source) == (of, by) for of, _, by in self._reading)
 
     def completed(self, verdict: Verdict) -> list[Effect]:
         """The desk's answer to ``Complete``."""
@@ -148,10 +208,6 @@ class Pull:
             return []
         self.failure = self.failure or reason
         return self._end()
-
-    def _drained(self) -> list[Effect]:
-        self.state = State.COMPLETE
-        return [Finish(ok=self.failure is None)]
 
     def _end(self) -> list[Effect]:
         self.state = State.ENDED

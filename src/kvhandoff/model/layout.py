@@ -124,6 +124,7 @@ class WorkerLayout(msgspec.Struct, frozen=True, array_like=True):
                 or layer.rows % layer.rows_per_block
                 or layer.heads.stop > layer.total_heads
                 or layer.group < 0
+                or layer.base < 0
             ):
                 raise ProtocolError(f"layer {layer.name[:80]!r} has an impossible layout: {layer}")
             if not any(

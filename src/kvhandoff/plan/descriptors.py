@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
@@ -115,6 +116,19 @@ class Template:
             )
             for members in pairs.values()
         ]
+        blocks = [
+            layer.block_tokens * layer.stripe.count
+            for family in self._families
+            for layer in (family.producer, family.consumer)
+        ]
+        self.align = lcm(*blocks)
+        """Tokens at multiples of which a read can be cut without cutting a block on either side."""
+        self.bytes_per_token = sum(
+            family.consumer.content * len(part.heads) * family.local_bases.size / stripes
+            for family in self._families
+            for stripes in (max(family.producer.stripe.count, family.consumer.stripe.count),)
+        )
+        """Bytes of the part for each token of a request, on average over the token stripes."""
 
     def lower(
         self, spans: Mapping[int, Span], remote_blocks: Sequence[np.ndarray],

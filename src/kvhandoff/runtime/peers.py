@@ -3,24 +3,38 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvhandoff.channel import Client
 from kvhandoff.errors import IncompatiblePeer, KVHandoffError, ProtocolError
 from kvhandoff.ids import Endpoint, EngineId, Rank
+from kvhandoff.lifecycle.pull import Share
 from kvhandoff.model.layout import WorkerLayout
 from kvhandoff.plan.descriptors import Template
+from kvhandoff.plan.pairing import Span
+from kvhandoff.plan.pieces import Slicing, cut
 from kvhandoff.plan.routing import Part, cover, holder_order
 from kvhandoff.protocol.catalog import Catalog, Fingerprint
 from kvhandoff.protocol.messages import Answer, Hello, Refused
+
+logger = logging.getLogger(__name__)
 
 MAX_PEERS = 256
 
 Place: TypeAlias = tuple[Endpoint, EngineId]
 OnPeer: TypeAlias = Callable[["Peer | KVHandoffError"], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One part of a pull: who shares it, and the token spans of each piece by KV group."""
+
+    share: Share
+    pieces: Sequence[Mapping[int, Span]]
 
 
 @dataclass
@@ -52,14 +66,34 @@ class Peer:
         """The transport address of a worker."""
         return self._workers[source].session
 
-    def holders(self, request: str, replica: int, reader: int) -> list[tuple[Rank, ...]]:
-        """For each part, whom to read from, best first."""
-        return [
-            holder_order(
+    def work(
+        self,
+        spans: Mapping[int, Span],
+        *,
+        request: str,
+        replica: int,
+        reader: int,
+        slicing: Slicing,
+        stripe: bool,
+    ) -> list[Work]:
+        """For each part, the pieces to read and whom to read them from."""
+        work = []
+        for number, part in enumerate(self.parts):
+            holders = holder_order(
                 part, self.catalog.sizes, replica=replica, request_id=request, reader=reader
             )
-            for part in self.parts
-        ]
+            template = self.template(number, holders[0])
+            tokens = max((span.stop - span.start for span in spans.values()), default=0)
+            nbytes = int(template.bytes_per_token * tokens)
+            active = slicing.holders(nbytes, len(holders)) if stripe else 1
+            pieces = cut(
+                spans,
+                bytes_per_token=template.bytes_per_token,
+                piece_bytes=slicing.piece_bytes(nbytes, active),
+                align=template.align,
+            )
+            work.append(Work(Share(holders, len(pieces), active), pieces))
+        return work
 
 
 class Peers:
@@ -141,3 +175,6 @@ class Peers:
             return Peer(result, self._layout)
         except KVHandoffError as error:
             return error
+        except Exception as error:  # a peer's nonsense must not take this worker down
+            logger.exception("the catalog of %s cannot be used", place[1])
+            return ProtocolError(f"the catalog of {place[1]} cannot be used: {error!r}")

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -20,11 +20,17 @@ import numpy as np
 
 from kvhandoff.channel import Client
 from kvhandoff.config import HandoffConfig
-from kvhandoff.errors import KVHandoffError, PeerUnreachable, ProtocolError
+from kvhandoff.errors import (
+    KVHandoffError,
+    PeerUnreachable,
+    ProtocolError,
+    UnsupportedSetup,
+)
 from kvhandoff.ids import EngineId, PullId, Rank, Reader
 from kvhandoff.lifecycle.pull import Ask, Connect, Effect, Ended, Finish, Pull, Read
 from kvhandoff.model.layout import WorkerLayout
 from kvhandoff.plan.pairing import Span
+from kvhandoff.plan.pieces import Slicing
 from kvhandoff.protocol.catalog import Fingerprint
 from kvhandoff.protocol.messages import (
     Answer,
@@ -38,7 +44,7 @@ from kvhandoff.protocol.messages import (
     Request,
 )
 from kvhandoff.protocol.params import HandoffParams
-from kvhandoff.runtime.peers import Peer, Peers
+from kvhandoff.runtime.peers import Peer, Peers, Work
 from kvhandoff.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -86,6 +92,7 @@ class _Active:
     job: PullJob
     machine: Pull = field(default_factory=Pull)
     peer: Peer | None = None
+    work: Sequence[Work] = ()
     began: float = field(default_factory=time.monotonic)
     asked: float = 0.0
     opened_after: float = 0.0
@@ -102,7 +109,8 @@ class _Active:
             descriptors=sum(move.descriptors for move in self.moved),
             open_seconds=self.opened_after,
             plan_seconds=sum(move.plan_seconds for move in self.moved),
-            read_seconds=max((move.read_seconds for move in self.moved), default=0.0),
+            read_seconds=max((m.ended for m in self.moved), default=0.0)
+            - min((m.began for m in self.moved), default=0.0),
             failovers=self.machine.failovers,
         )
 
@@ -115,7 +123,8 @@ class _Move:
     nbytes: int
     descriptors: int
     plan_seconds: float
-    read_seconds: float
+    began: float
+    ended: float
 
 
 class Puller:
@@ -140,8 +149,10 @@ class Puller:
         self._reader = reader
         self._transport = transport
         self._config = config
+        self._slicing = Slicing(config.slice_bytes, config.stripe_min_bytes)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: deque[PullResult] = deque()
+        self._death: BaseException | None = None
         self._client = Client()
         self._peers = Peers(
             self._client, layout, engine, fingerprint, config.handshake_timeout, self._events.put
@@ -159,7 +170,13 @@ class Puller:
         self._events.put(lambda: self._begin(job))
 
     def take_results(self) -> list[PullResult]:
-        """Pulls that have ended since the last call."""
+        """Pulls that have ended since the last call.
+
+        Raises:
+            UnsupportedSetup: if the puller's thread has died: requests would wait forever.
+        """
+        if self._death is not None:
+            raise UnsupportedSetup(f"the puller of this worker stopped: {self._death!r}")
         results = []
         while self._results:
             results.append(self._results.popleft())
@@ -175,8 +192,12 @@ class Puller:
     # ---- the puller's thread ----
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
-            event()
+        try:
+            while (event := self._events.get()) is not None:
+                event()
+        except BaseException as error:
+            logger.exception("the puller stopped")
+            self._death = error
 
     def _begin(self, job: PullJob) -> None:
         active = _Active(job)
@@ -191,8 +212,8 @@ class Puller:
                     job = active.job
                     active.asked = time.monotonic()
                     self._ask(active, Open(job.key, job.pull, *self._reader))
-                case Read(part, source):
-                    self._pool.submit(self._read, active, part, source)
+                case Read(part, piece, source):
+                    self._pool.submit(self._read, active, part, piece, source)
                 case Finish(ok):
                     job, active.retries = active.job, 0
                     report = active.report()
@@ -209,10 +230,20 @@ class Puller:
                 self._do(active, active.machine.failed(str(found)))
                 return
             active.peer = found
-            holders = found.holders(
-                params.remote_request_id, active.job.replica, self._reader.number
-            )
-            self._do(active, active.machine.connected(found.catalog.incarnation, holders))
+            try:
+                active.work = found.work(
+                    active.job.spans,
+                    request=params.remote_request_id,
+                    replica=active.job.replica,
+                    reader=self._reader.number,
+                    slicing=self._slicing,
+                    stripe=self._config.replica_policy == "stripe",
+                )
+            except KVHandoffError as error:  # a holder that is not like the others of its part
+                self._do(active, active.machine.failed(str(error)))
+                return
+            shares = [work.share for work in active.work]
+            self._do(active, active.machine.connected(found.catalog.incarnation, shares))
 
         self._peers.get((params.endpoint, params.engine), on_peer, stale=stale)
 
@@ -271,24 +302,28 @@ class Puller:
 
     # ---- the pool's threads ----
 
-    def _read(self, active: _Active, part: int, source: Rank) -> None:
+    def _read(self, active: _Active, part: int, piece: int, source: Rank) -> None:
         failure: str | None = None
         try:
-            active.moved.append(self._move(active, part, source))
+            active.moved.append(self._move(active, part, piece, source))
         except KVHandoffError as error:
             failure = str(error)
         except Exception as error:  # the pull has to end, whatever happened
             logger.exception("reading part %d from worker %d failed", part, source)
             failure = f"{type(error).__name__}: {error}"
-        self._events.put(lambda: self._do(active, active.machine.read(part, failure)))
+        self._events.put(
+            lambda: self._do(active, active.machine.read(part, piece, source, failure))
+        )
 
-    def _move(self, active: _Active, part: int, source: Rank) -> _Move:
-        peer, job = active.peer, active.job
+    def _move(self, active: _Active, part: int, piece: int, source: Rank) -> _Move:
+        peer = active.peer
         if peer is None:
             raise ProtocolError("read before the handshake")
         began = time.monotonic()
         template = peer.template(part, source)
-        descriptors = template.lower(job.spans, active.remote_blocks, active.local_blocks)
+        descriptors = template.lower(
+            active.work[part].pieces[piece], active.remote_blocks, active.local_blocks
+        )
         planned = time.monotonic()
         self._transport.read(peer.session(source), descriptors)
         return _Move(
@@ -296,5 +331,6 @@ class Puller:
             descriptors.nbytes,
             len(descriptors),
             planned - began,
-            time.monotonic() - planned,
+            planned,
+            time.monotonic(),
         )

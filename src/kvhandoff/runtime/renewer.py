@@ -49,14 +49,15 @@ class Renewer:
         return len(self._kept)
 
     def keep(self, params: HandoffParams) -> None:
-        """Renew this request from now on."""
+        """Renew this request from now on, for the first time at once: it may have waited long in
+        a queue in front of this engine's scheduler."""
         interval = params.remote_lease / RENEWALS_PER_LEASE
         with self._change:
             self._kept[params.proof] = _Kept(
                 HeldKey(params.remote_request_id, params.ticket),
                 params.endpoint,
                 interval,
-                time.monotonic() + interval,
+                time.monotonic(),
             )
             self._change.notify()
 

@@ -18,7 +18,7 @@ from kvhandoff.errors import ProtocolError, UnsupportedSetup
 from kvhandoff.ids import PullId, RequestId, Ticket
 from kvhandoff.lifecycle.ledger import Holding
 from kvhandoff.plan.pairing import Span
-from kvhandoff.plan.routing import replica_for_request
+from kvhandoff.plan.replicas import ReplicaChooser
 from kvhandoff.protocol.params import HandoffParams, parse_params
 from kvhandoff.runtime.puller import PullJob
 from kvhandoff.runtime.renewer import Renewer
@@ -130,6 +130,8 @@ class _Fetch:
     params: HandoffParams
     stage: _Stage = _Stage.WAITING
     computed: int = 0
+    tokens: int = 0
+    replica: int = 0
     pull: PullId | None = None
     same_prompt: bool | None = None
     finished: bool = False
@@ -142,6 +144,7 @@ class ConsumerScheduler:
         self._fetches: dict[str, _Fetch] = {}
         self._owner: dict[Ticket, str] = {}
         self._used: OrderedDict[Ticket, None] = OrderedDict()
+        self._replicas = ReplicaChooser(config.replica_policy)
         self._renewer = Renewer(config.answer_timeout)
         self._news = StepMetadata()
 
@@ -214,6 +217,10 @@ class ConsumerScheduler:
         params = fetch.params
         fetch.stage = _Stage.PULLING
         fetch.pull = PullId(secrets.token_hex(8))
+        fetch.tokens = external
+        fetch.replica = self._replicas.choose(
+            params.engine, params.remote_request_id, params.remote_replicas, external
+        )
         span = Span(fetch.computed, fetch.computed + external)
         block_ids = tuple(list(ids) for ids in blocks.get_block_ids())
         self._news.jobs.append(
@@ -221,7 +228,7 @@ class ConsumerScheduler:
                 request=request.request_id,
                 params=params,
                 pull=fetch.pull,
-                replica=replica_for_request(params.remote_request_id, params.remote_replicas),
+                replica=fetch.replica,
                 spans=dict.fromkeys(range(len(block_ids)), span),
                 blocks=block_ids,
             )
@@ -246,6 +253,7 @@ class ConsumerScheduler:
             fetch = self._fetches.get(request_id)
             if fetch is None or fetch.stage is not _Stage.PULLING:
                 continue
+            self._replicas.done(fetch.params.engine, fetch.replica, fetch.tokens)
             if request_id in (output.failed_recving or ()):
                 self._let_go(request_id, fetch)
             else:

@@ -74,6 +74,7 @@ def register() -> None:
     from vllm.v1.worker.gpu.sample import sampler
 
     from kvhandoff_cpu_lab.sampling import greedy_first
+    from kvhandoff_cpu_lab.sparing import spare_the_cores
 
     if CPUAttentionBackendImpl.supports_pcp:
         return
@@ -82,5 +83,6 @@ def register() -> None:
         CPUAttentionBackendImpl.do_kv_cache_update
     )
     PCPManager.validate_config = staticmethod(_without_mla_requirement(PCPManager.validate_config))
+    spare_the_cores()
     sampler.gumbel_sample = greedy_first(sampler.gumbel_sample)
     logger.info("kvhandoff-cpu-lab: CPU attention accepts prefill context parallelism")
