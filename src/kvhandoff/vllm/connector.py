@@ -91,6 +91,11 @@ class KVHandoffConnector(KVConnectorBase_V1, SupportsHMA):
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """vLLM 0.33 asks: peers hold addresses of the cache, which sleep mode would move."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
