@@ -213,7 +213,7 @@ def test_decode_pcp_is_refused_in_the_words_of_an_engine() -> None:
         (("tp=1", "tp=1", MLA, "--policy", "random"), ("random", "stripe", "replica_policy")),
         (("tp=x", "tp=1", MLA), ("tp is 'x'",)),
         (("tp=1,xp=2", "tp=1", MLA), ("'xp=2'", "dcp, partition, pcp, pp, tp")),
-        (("tp=1", "tp=1", "gqa:layers=1"), ("head_size, heads",)),
+        (("tp=1", "tp=1", "gqa:layers=1"), ("lacks heads",)),
         (("tp=1", "tp=1", "rnn:layers=1"), ("'rnn'", "gqa or mla")),
         (("tp=1", "tp=1", MLA, "--prefill-layout", "CNHBL"), ("'CNHBL'", "LBHNC")),
         (("tp=1", "tp=1", MLA, "--model-config", "x.json"), ("one of --model and",)),

@@ -33,18 +33,23 @@ def parse_engine(text: str) -> tuple[ParallelSizes, tuple[int, ...]]:
     return ParallelSizes(**{key: _number(key, value) for key, value in facts.items()}), partition
 
 
+HEAD_SIZE = 128
+MLA_LATENT = 576
+
+
 def parse_model(text: str) -> ModelShape:
     """A model's cache, from ``gqa:heads=8,layers=4,head_size=128`` or ``mla:layers=61,latent=576``.
 
-    Optional: ``dtype`` (default bfloat16), and ``query_heads`` for gqa.
+    Optional: ``dtype`` (default bfloat16); for gqa ``head_size`` (default 128) and
+    ``query_heads``; for mla ``latent`` (default 576, as in DeepSeek models).
 
     Raises:
         ValueError: for an unknown kind or key, a missing one, or a value that is no number.
     """
     kind, _, rest = text.partition(":")
     known = {
-        "gqa": ({"layers", "heads", "head_size"}, {"query_heads", "dtype"}),
-        "mla": ({"layers", "latent"}, {"dtype"}),
+        "gqa": ({"layers", "heads"}, {"head_size", "query_heads", "dtype"}),
+        "mla": ({"layers"}, {"latent", "dtype"}),
     }.get(kind.strip())
     if known is None:
         raise ValueError(f"model kind {kind.strip()!r} is not gqa or mla")
@@ -55,11 +60,11 @@ def parse_model(text: str) -> ModelShape:
     size = _dtype_bytes(facts.pop("dtype", "bfloat16"))
     numbers = {key: _number(key, value) for key, value in facts.items()}
     if kind.strip() == "mla":
-        return ModelShape(numbers["layers"], 1, numbers["latent"] * size, mla=True)
+        return ModelShape(numbers["layers"], 1, numbers.get("latent", MLA_LATENT) * size, mla=True)
     return ModelShape(
         numbers["layers"],
         numbers["heads"],
-        2 * numbers["head_size"] * size,
+        2 * numbers.get("head_size", HEAD_SIZE) * size,
         query_heads=numbers.get("query_heads", 0),
     )
 
