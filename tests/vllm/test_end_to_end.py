@@ -126,11 +126,16 @@ def test_decode_engine_killed_and_replaced(engines: Engines) -> None:
 
 
 def test_tokens_equal_plain_vllm_with_pcp1(engines: Engines) -> None:
-    """Another prefill engine, under the name that vllm-ascend uses; D has prefix hits (GQA)."""
+    """Another prefill engine on the same ports, under the name that vllm-ascend uses.
+
+    D is not touched: it finds out by itself that the desk belongs to another engine now. The two
+    sets of prompts share a prefix, so that D has hits where it caches prefixes (GQA).
+    """
     engines.prefill.stop()
     prefill, desk = engines.lab.prefill(
         "prefill-pcp1",
         1,
+        desk=engines.desk.port,
         kv_connector="MooncakeConnectorV1",
         kv_connector_module_path="kvhandoff.vllm.connector",
     )

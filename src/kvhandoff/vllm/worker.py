@@ -28,23 +28,49 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def register_memory(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    config: HandoffConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-) -> tuple[Transport, WorkerLayout]:
-    """Start this worker's transport, make its cache readable, and describe it."""
-    host = introspect.advertised_host(config)
-    transport = MooncakeTransport(host, config.mooncake_protocol, config.device_name)
-    layout = introspect.describe_worker(vllm_config, kv_cache_config, kv_caches, transport.session)
-    layout.check()
-    for segment in layout.segments:
-        transport.register(segment)
-    return transport, layout
+class _Worker:
+    """What both kinds of worker have: a registered cache, observations, maybe a desk's address."""
+
+    desk_address: DeskAddress | None = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: HandoffConfig
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._transport: Transport | None = None
+        self._observed = Observations()
+
+    def _register_memory(
+        self, kv_caches: Mapping[str, torch.Tensor]
+    ) -> tuple[Transport, WorkerLayout]:
+        """Start this worker's transport, make its cache readable, and describe it."""
+        config = self._config
+        host = introspect.advertised_host(config)
+        transport = MooncakeTransport(host, config.mooncake_protocol, config.device_name)
+        layout = introspect.describe_worker(
+            self._vllm_config, self._kv_cache_config, kv_caches, transport.session
+        )
+        layout.check()
+        for segment in layout.segments:
+            transport.register(segment)
+        self._transport = transport
+        return transport, layout
+
+    def _engine_id(self) -> EngineId:
+        transfer = self._vllm_config.kv_transfer_config
+        if transfer is None or transfer.engine_id is None:
+            raise UnsupportedSetup("this engine has no engine_id")
+        return EngineId(transfer.engine_id)
+
+    def close(self) -> None:
+        """Give up the registered memory."""
+        if self._transport is not None:
+            self._transport.close()
 
 
-class ProducerWorker:
+class ProducerWorker(_Worker):
     """A worker whose cache is read. The first worker of the engine runs the desk as well.
 
     Every worker reports every held request once: the one with the desk when it is let go, all
@@ -55,30 +81,21 @@ class ProducerWorker:
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: HandoffConfig
     ) -> None:
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._config = config
-        self._transport: Transport | None = None
+        super().__init__(vllm_config, kv_cache_config, config)
         self._desk: Desk | None = None
         self._finished: set[str] = set()
         self._entered: StepMetadata | None = None
-        self._observed = Observations()
-        self.desk_address: DeskAddress | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Collective: all workers of the engine call this together."""
-        self._transport, layout = register_memory(
-            self._vllm_config, self._kv_cache_config, self._config, kv_caches
-        )
+        _, layout = self._register_memory(kv_caches)
         transfer = self._vllm_config.kv_transfer_config
-        if transfer is None or transfer.engine_id is None:
-            raise UnsupportedSetup("this engine has no engine_id")
         sizes = introspect.parallel_sizes(self._vllm_config)
         workers = introspect.gather(layout)
         if sizes.rank(layout.at) != 0:
             return
         catalog = Catalog(
-            engine=transfer.engine_id,
+            engine=self._engine_id(),
             incarnation=secrets.token_hex(16),
             fingerprint=introspect.fingerprint(self._vllm_config),
             sizes=sizes,
@@ -132,39 +149,28 @@ class ProducerWorker:
         """Stop serving."""
         if self._desk is not None:
             self._desk.close()
-        if self._transport is not None:
-            self._transport.close()
+        super().close()
 
 
-class ConsumerWorker:
+class ConsumerWorker(_Worker):
     """A worker that reads into its cache."""
-
-    desk_address: DeskAddress | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: HandoffConfig
     ) -> None:
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._config = config
-        self._transport: Transport | None = None
+        super().__init__(vllm_config, kv_cache_config, config)
         self._puller: Puller | None = None
-        self._observed = Observations()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Start the puller on this worker's cache."""
-        self._transport, layout = register_memory(
-            self._vllm_config, self._kv_cache_config, self._config, kv_caches
-        )
+        transport, layout = self._register_memory(kv_caches)
         sizes = introspect.parallel_sizes(self._vllm_config)
-        transfer = self._vllm_config.kv_transfer_config
-        engine = transfer.engine_id if transfer is not None else None
         self._puller = Puller(
             layout,
             Reader(sizes.rank(layout.at), sizes.world_size),
-            EngineId(engine or "unnamed"),
+            self._engine_id(),
             introspect.fingerprint(self._vllm_config),
-            self._transport,
+            transport,
             self._config,
             introspect.accelerator_init(),
         )
@@ -198,5 +204,4 @@ class ConsumerWorker:
         """Stop pulling."""
         if self._puller is not None:
             self._puller.close()
-        if self._transport is not None:
-            self._transport.close()
+        super().close()
