@@ -47,7 +47,7 @@ def test_all_bytes_arrive_and_all_blocks_return(
     try:
         replicas: Counter[int] = Counter()
         for seed, tokens in enumerate(LENGTHS * 2, start=1):
-            params = p.prefill(tokens, seed, request=f"request-{seed}")
+            params = p.prefill(tokens, seed, request=f"cmpl-{seed}")
             blocks = d.blocks(tokens, seed)
             job = d.job(params, blocks)
             d.submit(job)
