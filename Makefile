@@ -1,9 +1,10 @@
 # `make demo` and `make test` set up .venv themselves; nothing but Python 3.11 is expected.
 VENV := .venv
 MODEL ?= smollm2
+MINUTES ?= 15
 PYTEST_ARGS ?=
 
-.PHONY: setup demo test lint unit clean
+.PHONY: setup demo test lint unit explore clean
 
 setup: $(VENV)/.ready
 
@@ -23,7 +24,10 @@ unit: setup
 	$(VENV)/bin/python -m pytest -m "not vllm" $(PYTEST_ARGS)
 
 test: setup lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+explore: setup
+	$(VENV)/bin/python -m tests.explore $(MINUTES)
 
 clean:
 	rm -rf $(VENV) .cache build dist

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -40,6 +40,7 @@ from kvhandoff.protocol.messages import (
     Renew,
     Request,
 )
+from tests.profiles import examples
 
 LEASE = 10.0
 MAX_HOLD = 25.0
@@ -90,6 +91,7 @@ class Books:
     frees: int = 0
     died: bool = False
     reading: set[tuple[str, int]] = field(default_factory=set)
+    completed: set[tuple[str, int]] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
 
 
@@ -270,14 +272,22 @@ class Handoffs(RuleBasedStateMachine):
                     assert not books.reading, "freed under a reader that was let in"
 
     def note_answer(self, message: Request, answer: Answer) -> None:
-        """Keep account of who was let in to read."""
+        """Keep account of who was let in to read.
+
+        A repeated ``Open`` can arrive after the reader has completed. It is answered like the
+        first one, but nobody listens any more: a reader that has ended reads no more.
+        """
         if isinstance(message, Open) and isinstance(answer, Opened):
-            books = self.requests[RequestId(message.key.request)]
-            if message.pull not in books.released:
-                books.reading.add((message.pull, message.index))
+            books, reader = self.books_of(message)
+            if message.pull not in books.released and reader not in books.completed:
+                books.reading.add(reader)
         if isinstance(message, Complete):
-            books = self.requests[RequestId(message.key.request)]
-            books.reading.discard((message.pull, message.index))
+            books, reader = self.books_of(message)
+            books.reading.discard(reader)
+            books.completed.add(reader)
+
+    def books_of(self, message: Open | Complete) -> tuple[Books, tuple[str, int]]:
+        return self.requests[RequestId(message.key.request)], (message.pull, message.index)
 
     def note_release(self, message: Release) -> None:
         books = self.requests[RequestId(message.key.request)]
@@ -329,7 +339,7 @@ class Handoffs(RuleBasedStateMachine):
     @invariant()
     def who_is_not_answered_waits_for_prefill(self) -> None:
         for _, message in self.unanswered.values():
-            assert isinstance(message, Open)
+            assert isinstance(message, Open | Release)
             assert message.key.request in self.announced
 
     @invariant()
@@ -359,10 +369,30 @@ class Handoffs(RuleBasedStateMachine):
             assert len(reader.ended) == 1
 
 
+def test_an_open_that_arrives_after_its_reader_has_completed() -> None:
+    """Found by the search below: what it lets in reads nothing, and bars nobody from freeing."""
+    run = Handoffs()
+    run.prefill(at_once=True)
+    run.pull(which=0, ranks=2, forged=False)
+    run.insist(which=0, act="ask again")
+    first, second = run.readers
+    run.go_on([("to desk", 0), ("to reader", 0)])
+    assert first.reads
+    while first.machine.state is State.READ:
+        run.end_read(first, 0, False)
+    completion = next(m for m in run.to_desk if m[0] is first and isinstance(m[1], Complete))
+    run.to_desk.remove(completion)
+    run.arrive_at_desk(*completion)
+    run.go_on([("to reader", 0)])
+    assert first.ended == [None]
+    repeated = next(m for m in run.to_desk if m[0] is first)
+    assert isinstance(repeated[1], Open)
+    run.to_desk.remove(repeated)
+    run.arrive_at_desk(*repeated)
+    run.teardown()
+    assert second.ended == [None]
+    assert [books.frees for books in run.requests.values()] == [1]
+
+
 TestHandoffs = Handoffs.TestCase
-TestHandoffs.settings = settings(
-    max_examples=300,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestHandoffs.settings = settings(max_examples=examples(300), stateful_step_count=30)

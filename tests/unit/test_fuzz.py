@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 import pytest
 import zmq
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.channel import Client
@@ -37,6 +37,7 @@ from kvhandoff.protocol.messages import (
 )
 from kvhandoff.runtime.desk import Desk
 from tests.oracle import CacheShape, ModelShape, make_engine
+from tests.profiles import examples
 
 HOST = "127.0.0.1"
 PATIENCE = 20.0
@@ -71,7 +72,7 @@ def outcome(frame: bytes) -> str:
     return result
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"\x93\x01\x01\xc0")
@@ -80,7 +81,7 @@ def test_random_bytes_are_refused(frame: bytes) -> None:
     outcome(frame)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     frame=st.sampled_from(VALID),
     edits=st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(max_size=4)), max_size=4),
@@ -105,7 +106,7 @@ kinds = st.sampled_from(["hello", "open", "renew", "complete", "release", "statu
 names = st.sampled_from(["key", "keys", "pull", "index", "of", "ok", "report", "engine", "workers"])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100))
 @given(
     version=st.just(1) | values,
     correlation=st.integers(-(1 << 63), (1 << 64) - 1) | values,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -33,11 +35,24 @@ def http() -> httpx.Client:
     return httpx.Client(timeout=300, limits=httpx.Limits(max_keepalive_connections=0))
 
 
+_PORTS = range(20000, 30000)
+"""Not among the ports that systems give to whoever asks for any (on Linux from 32768 on), nor
+among those that Mooncake's TransferEngine takes (15000 to 17000)."""
+
+_candidates = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
+
+
 def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on right now, and that nobody is given unasked before it is used.
+
+    Raises:
+        ServerFailed: if all are taken.
+    """
+    for port in itertools.islice(_candidates, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise ServerFailed(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 @dataclass
