@@ -118,7 +118,7 @@ def _view(memory: np.ndarray, layer: LayerLayout, layout: WorkerLayout) -> np.nd
     words = memory[offset : offset + (len(memory) - offset) // WORD * WORD].view(np.uint64)
     return np.lib.stride_tricks.as_strided(
         words,
-        (layer.rows, len(layer.heads), layer.row_tokens, layer.content // WORD),
+        (layer.rows, len(layer.heads), layer.slots, layer.content // WORD),
         (layer.row_stride, layer.head_stride, layer.token_stride, WORD),
     )
 

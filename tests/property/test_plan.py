@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhandoff.ids import Rank
@@ -26,6 +26,7 @@ from tests.oracle import (
     make_engine,
     stamp,
 )
+from tests.profiles import examples
 
 ORDERS = ("LBHN", "LBNH", "LHBN", "BLHN", "BLNH", "BHLN")
 HEAD_MAJOR = ("LBHN", "LHBN", "BLHN")
@@ -124,13 +125,13 @@ def lower_in_pieces(
     template: Template, span: Span, pieces: int, p_blocks: np.ndarray, d_blocks: np.ndarray
 ) -> list[Descriptors]:
     """Plan a span cut into about this many pieces."""
-    size = max(1, int((span.stop - span.start) * template.bytes_per_token / pieces))
+    nbytes = template.nbytes({0: span})
     return [
         template.lower(spans, [p_blocks], [d_blocks])
         for spans in cut(
             {0: span},
-            bytes_per_token=template.bytes_per_token,
-            piece_bytes=size,
+            nbytes=nbytes,
+            piece_bytes=max(1, nbytes // pieces),
             align=template.align,
         )
     ]
@@ -151,7 +152,7 @@ def execute(descriptors: Descriptors, source: WorkerCache, target: WorkerCache) 
         ctypes.memmove(local, remote, length)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300))
 @given(case=cases(), replica=st.integers(0, 3), pieces=st.sampled_from((1, 1, 2, 3, 8)))
 def test_every_cell_arrives_and_nothing_else(case, replica: int, pieces: int) -> None:
     model, p_sizes, p_shape, d_sizes, d_shape, tokens, hit, seed = case
@@ -186,7 +187,7 @@ def test_every_cell_arrives_and_nothing_else(case, replica: int, pieces: int) ->
         assert moved == cells * model.content, "a byte was read twice"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100))
 @given(case=packed_cases(), replica=st.integers(0, 3), pieces=st.sampled_from((1, 2, 5)))
 def test_packed_rows_arrive_whole(case, replica: int, pieces: int) -> None:
     """The rest of the last row comes along as P has it; every other byte stays as it was."""

@@ -24,6 +24,7 @@ def layer(
         "total_heads": first + heads,
         "block_tokens": BLOCK,
         "row_tokens": BLOCK,
+        "slots": changes.get("row_tokens", BLOCK),
         "rows": ROWS,
         "base": base,
         "row_stride": heads * BLOCK * CONTENT,

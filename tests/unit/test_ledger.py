@@ -148,6 +148,34 @@ def test_announcing_again_changes_nothing(desk: Desk) -> None:
     assert desk.ledger.announced == 0
 
 
+@pytest.mark.parametrize(("key", "freed"), [(KEY, [(R, "released")]), (WRONG, [])])
+def test_release_before_hold_counts_when_prefill_ended(
+    desk: Desk, key: HeldKey, freed: list[tuple[str, str]]
+) -> None:
+    """A consumer that has the prompt in its cache is faster than the producer's next step."""
+    desk.ledger.announce([R])
+    assert desk.take(desk.ledger.release(Release(key), "early", desk.now)) == []
+    assert desk.hold() == [Done()]
+    assert desk.freed == freed
+    assert len(desk.ledger) == 1 - len(freed)
+
+
+def test_open_and_its_release_before_hold(desk: Desk) -> None:
+    """A consumer that gave up before prefill ended: nobody reads, so the blocks go at once."""
+    desk.ledger.announce([R])
+    desk.open()
+    desk.ledger.release(Release(KEY, "pull"), "early", desk.now)
+    assert desk.hold() == [OPENED, Done()]
+    assert desk.freed == [(R, "released")]
+
+
+def test_release_of_a_dropped_request_is_answered(desk: Desk) -> None:
+    """What ends before it is held needs no release."""
+    desk.ledger.announce([R])
+    desk.ledger.release(Release(KEY), "early", desk.now)
+    assert desk.take(desk.ledger.drop([R])) == [Done()]
+
+
 def test_dropped_requests_refuse_those_who_wait(desk: Desk) -> None:
     """An aborted prefill answers its readers, and is then unknown."""
     desk.ledger.announce([R])

@@ -43,7 +43,7 @@ from kvhandoff.protocol.messages import (
 
 FINGERPRINT = Fingerprint("m", "n", "float32", "auto", "l")
 KEY = HeldKey("r", "t")
-LAYER = LayerLayout("a", 0, HeadRange(0, 1), 1, 4, 4, 2, 4096, 32, 32, 8, 8)
+LAYER = LayerLayout("a", 0, HeadRange(0, 1), 1, 4, 4, 4, 2, 4096, 32, 32, 8, 8)
 WORKER = WorkerLayout(Coordinate(0, 0, 0), "s", (Segment(4096, 64),), (LAYER,))
 REPORT = PullReport(1, [3], 64, 2, 0.5, 0.25, 0.125, 0)
 
@@ -91,7 +91,7 @@ ANSWERS: list[tuple[Answer, str]] = [
         "ab66696e6765727072696e7485a56d6f64656ca16daa6d6f64656c5f6e616d65a16ea56474797065"
         "a7666c6f61743332ab63616368655f6474797065a46175746fa66c6179657273a16ca573697a6573"
         "84a2747001a2707001a370637001a364637001a56c65617365cb403e000000000000a7776f726b65"
-        "7273919493000000a1739192cd100040919ea1610092000101040402cd10002020080893000101a0",
+        "7273919493000000a1739192cd10004091dc0010a161009200010104040402cd10002020080893000101a0c2",
     ),
     (
         Opened("i", ([1, 2], [3]), 17, 30.0),

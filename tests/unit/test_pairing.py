@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from kvhandoff.errors import IncompatiblePeer, ProtocolError
-from kvhandoff.model.topology import EVERY_TOKEN, TokenStripe
-from kvhandoff.plan.pairing import Span, check_formats, chunks, granule, locate
+from kvhandoff.model.layout import LayerLayout
+from kvhandoff.model.topology import TokenStripe
+from kvhandoff.plan.pairing import Span, check_pair, chunks, granule, locate
 from tests.unit.layers import CONTENT, layer
 
 
@@ -37,8 +38,8 @@ def test_granule_is_dense_on_both_sides(producer, consumer, expected: int) -> No
     assert granule(producer, consumer) == expected
 
 
-def cut(span: Span, size: int, producer: TokenStripe, consumer: TokenStripe):
-    return [(c.first.tolist(), c.tokens) for c in chunks(span, size, producer, consumer)]
+def cut(span: Span, producer: LayerLayout, consumer: LayerLayout) -> list[tuple[list[int], int]]:
+    return [(c.first.tolist(), c.tokens) for c in chunks(span, producer, consumer)]
 
 
 @pytest.mark.parametrize(
@@ -55,15 +56,15 @@ def cut(span: Span, size: int, producer: TokenStripe, consumer: TokenStripe):
 )
 def test_spans_are_cut_at_the_granule(span: Span, expected: list) -> None:
     """Whole chunks come together; a partial first or last one comes by itself."""
-    assert cut(span, 4, EVERY_TOKEN, EVERY_TOKEN) == expected
+    assert cut(span, layer(), layer()) == expected
 
 
 def test_chunks_belong_to_both_stripes() -> None:
     """Only tokens that both sides hold are read."""
-    even, odd = TokenStripe(0, 2, 2), TokenStripe(1, 2, 2)
-    assert cut(Span(0, 12), 2, even, EVERY_TOKEN) == [([0, 4, 8], 2)]
-    assert cut(Span(0, 12), 2, even, TokenStripe(0, 2, 4)) == [([0, 8], 2)]
-    assert cut(Span(0, 12), 2, even, odd) == []
+    even, odd = striped(0, 2, 2), striped(1, 2, 2)
+    assert cut(Span(0, 12), even, layer()) == [([0, 4, 8], 2)]
+    assert cut(Span(0, 12), even, striped(0, 2, 4)) == [([0, 8], 2)]
+    assert cut(Span(0, 12), even, odd) == []
 
 
 def test_a_token_is_found_through_block_and_row() -> None:
@@ -119,7 +120,7 @@ TOKEN_MAJOR = {"head_stride": CONTENT, "token_stride": 2 * CONTENT, "heads": 2}
 )
 def test_formats_that_go_together(producer: dict, consumer: dict) -> None:
     """Plain cells go with each other whatever they look like; packed rows if they are the same."""
-    check_formats(layer(**producer), layer(**consumer))
+    check_pair(layer(**producer), layer(**consumer))
 
 
 @pytest.mark.parametrize(
@@ -146,14 +147,96 @@ def test_rows_that_cannot_be_copied_whole_are_refused(
 ) -> None:
     """The refusal names the layer, what was found and expected, and the setting to change."""
     with pytest.raises(IncompatiblePeer, match="layer 'layer'") as refusal:
-        check_formats(layer(**producer), layer(**consumer))
+        check_pair(layer(**producer), layer(**consumer))
     for text in told:
         assert text in str(refusal.value)
 
 
-def test_whole_rows_are_taken_to_their_end() -> None:
-    """The last row goes along whole; a span that begins inside of a row is not read."""
-    found = chunks(Span(4, 10), 4, EVERY_TOKEN, EVERY_TOKEN, whole_rows=True)
-    assert [(c.first.tolist(), c.tokens) for c in found] == [([4, 8], 4)]
+def test_whole_rows_are_taken_to_their_ends() -> None:
+    """Tokens of the first and last row that nobody asked for go along."""
+    packed = layer(**PACKED)
+    assert cut(Span(4, 10), packed, packed) == [([4, 8], 4)]
+    assert cut(Span(5, 10), packed, packed) == [([4, 8], 4)]
+    assert cut(Span(5, 10, private=4), packed, packed) == [([4, 8], 4)]
+
+
+def test_whole_rows_never_reach_into_a_shared_prefix() -> None:
+    """Other requests may be reading it."""
+    packed = layer(**PACKED)
     with pytest.raises(ProtocolError, match="token 5 is inside of a row of 4 tokens"):
-        chunks(Span(5, 10), 4, EVERY_TOKEN, EVERY_TOKEN, whole_rows=True)
+        chunks(Span(5, 10, private=5), packed, packed)
+
+
+COMPRESSED = {"block_tokens": 16, "row_tokens": 16, "slots": 4, "row_stride": 4 * CONTENT}
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        (Span(0, 16), [([0], 16)]),
+        (Span(0, 15), [([0], 12)]),
+        (Span(0, 3), []),
+        (Span(5, 7), []),
+        (Span(5, 9), [([4], 4)]),
+        (Span(10, 40), [([16], 16), ([8], 8), ([32], 8)]),
+    ],
+)
+def test_an_entry_for_several_tokens_is_read_if_its_last_token_is_there(
+    span: Span, expected: list
+) -> None:
+    """It was stored when that token was computed; a first token in front of the span is no bar."""
+    compressed = layer(**COMPRESSED)
+    assert cut(span, compressed, compressed) == expected
+
+
+def test_an_entry_for_several_tokens_is_found() -> None:
+    """Block 3 begins at row 3; tokens 16 to 19 share its first slot."""
+    offsets = locate(layer(**COMPRESSED), np.array([2, 3]), np.array([0, 4, 12, 16]))
+    assert (offsets // CONTENT).tolist() == [8, 9, 11, 12]
+
+
+STATE = {"block_tokens": 16, "row_tokens": 16, "slots": 3, "state": True}
+
+
+def test_a_state_is_one_chunk_at_its_last_token() -> None:
+    """Whatever the span says about the tokens before."""
+    state = layer(**STATE)
+    assert cut(Span(0, 35), state, state) == [([34], 1)]
+    assert cut(Span(34, 35), state, state) == [([34], 1)]
+    assert cut(Span(35, 35), state, state) == []
+
+
+def test_a_state_is_found_in_the_block_of_its_last_token() -> None:
+    """Earlier blocks may be null by then; a ring keeps one block for good."""
+    state = layer(**STATE, row_stride=100)
+    assert locate(state, np.array([0, 0, 5]), np.array([34])).tolist() == [500]
+    ring = layer(**STATE | {"block_tokens": 1 << 40, "row_tokens": 1 << 40}, row_stride=100)
+    assert locate(ring, np.array([5]), np.array([34])).tolist() == [500]
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "told"),
+    [
+        ({"content": 16}, {}, ("bytes of a slot and head", "16 on the prefill", "--dtype")),
+        (STATE, {}, ("kinds of cache", "recurrent state on the prefill", "the same model")),
+        (STATE, STATE | {"slots": 4}, ("slots of a state", "VLLM_SSM_CONV_STATE_LAYOUT")),
+        (COMPRESSED, {}, ("tokens that share a slot", "4 on the prefill", "the same model")),
+        (
+            COMPRESSED | {"stripe": TokenStripe(0, 2, 2)}, COMPRESSED,
+            ("runs of 2 tokens", "a multiple of 4", "--cp-kv-cache-interleave-size"),
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_match_are_refused(
+    producer: dict, consumer: dict, told: tuple[str, ...]
+) -> None:
+    """The refusal names the layer, what was found and expected, and the setting to change."""
+    with pytest.raises(IncompatiblePeer, match="layer 'layer'") as refusal:
+        check_pair(layer(**producer), layer(**consumer))
+    for text in told:
+        assert text in str(refusal.value)
+
+
+def test_states_with_blocks_of_another_size_go_together() -> None:
+    """A state is a state, wherever the next one would be kept."""
+    check_pair(layer(**STATE), layer(**STATE | {"block_tokens": 32, "row_tokens": 32}))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from kvhandoff.protocol.messages import StatusReport
 READY_SECONDS = 420.0
 NEW_TOKENS = 5
 LEASE = 60.0
+PATIENT = {"handshake_timeout": 60.0, "answer_timeout": 60.0}
+"""Two engines on two cores can keep a desk waiting for longer than the defaults allow."""
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 129, 200, 300, 700)
 
 Params = dict[str, Any]
@@ -45,16 +48,19 @@ class Lab:
     model: Path
     logs: Path
     environment: Mapping[str, str]
-    block_size: int
+    block_size: int | None
+    dtype: str = "float32"
 
     def server(
         self, name: str, transfer: Mapping[str, object] | None = None, *arguments: str
     ) -> Server:
         common = [
-            "--served-model-name", "m", "--enforce-eager", "--dtype", "float32",
+            "--served-model-name", "m", "--enforce-eager", "--dtype", self.dtype,
             "--max-model-len", "1024", "--max-num-seqs", "18",
-            "--block-size", str(self.block_size), "--num-gpu-blocks-override", "512",
+            "--num-gpu-blocks-override", "512",
         ]  # fmt: skip
+        if self.block_size is not None:
+            common += ["--block-size", str(self.block_size)]
         return vllm_server(
             name,
             self.model,
@@ -74,13 +80,17 @@ class Lab:
             "kv_role": "kv_producer",
             "kv_port": port,
             # Nothing renews before a request has reached D's scheduler, and steps are slow here.
-            "kv_connector_extra_config": {"lease": LEASE},
+            "kv_connector_extra_config": {"lease": LEASE, **PATIENT},
         } | transfer
         server = self.server(name, config, "--prefill-context-parallel-size", str(pcp), *arguments)
         return server, Endpoint(HOST, port)
 
     def decode(self, name: str, *arguments: str, **transfer: object) -> Server:
-        config = {"kv_connector": "KVHandoffConnector", "kv_role": "kv_consumer"} | transfer
+        config = {
+            "kv_connector": "KVHandoffConnector",
+            "kv_role": "kv_consumer",
+            "kv_connector_extra_config": PATIENT,
+        } | transfer
         return self.server(name, config, *arguments)
 
 
@@ -88,14 +98,72 @@ FIRST = prompts(0, shared=64)
 SECOND = prompts(1000, shared=64)
 """Two sets that share the first 64 tokens of their longer prompts."""
 
+ALIKE = [[(j * 37 + max(0, j - 400) * n) % 250 for j in range(450 + 50 * n)] for n in range(4)]
+"""Four prompts that share their first 401 tokens, which is more than a block of any model here."""
+
+SETS = {"first": FIRST, "second": SECOND, "alike": ALIKE}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What plain vLLM answers to one prompt.
+
+    Attributes:
+        ids: greedy token ids.
+        sure: how many of them, from the first one on, are so far ahead of the second best token
+            that rounding cannot have chosen them. What follows a token that could as well have
+            been another one says nothing about the cache.
+    """
+
+    ids: list[int]
+    sure: int
+
+
+DOUBT = {"float32": 0.0, "bfloat16": 0.2}
+"""Least lead, in logprob, of a token that counts. In bfloat16, logits of the lab's models are
+multiples of 1/32, and another order of the same additions (a prompt computed in two steps instead
+of one) moves them by several of these."""
+
 
 @dataclass
 class Bench:
-    """A model in the lab, with what plain vLLM answers to both sets of prompts."""
+    """A model in the lab, with what plain vLLM answers to all sets of prompts.
+
+    Attributes:
+        server: plain vLLM, which may start beside others; it is asked and stopped when its answers
+            are needed for the first time.
+    """
 
     lab: Lab
     name: str
-    expected: dict[str, list[list[int]]]
+    server: Server
+
+    @functools.cached_property
+    def plain(self) -> dict[str, list[Plain]]:
+        """Plain vLLM's answers by name of a set."""
+        doubt = DOUBT[self.lab.dtype]
+        try:
+            start(self.server)
+            return {
+                name: at_once(lambda prompt: ask_plain(self.server, prompt, doubt), prompts)
+                for name, prompts in SETS.items()
+            }
+        finally:
+            self.server.stop()
+
+    @property
+    def expected(self) -> dict[str, list[list[int]]]:
+        """Token ids of all plain answers."""
+        return {name: [each.ids for each in answers] for name, answers in self.plain.items()}
+
+    def check(self, answers: Sequence[list[int]], name: str) -> None:
+        """Answers to the prompts of a set are plain vLLM's, as far as those are sure."""
+        plain = self.plain[name]
+        sure = sum(each.sure for each in plain)
+        assert sure >= len(plain) * NEW_TOKENS // 3, f"only {sure} tokens of plain vLLM are sure"
+        assert [ids[: each.sure] for ids, each in zip(answers, plain, strict=True)] == [
+            each.ids[: each.sure] for each in plain
+        ]
 
 
 def start(*servers: Server) -> None:
@@ -137,6 +205,18 @@ def complete(
     return ids
 
 
+def ask_plain(server: Server, prompt: Sequence[int], doubt: float) -> Plain:
+    """Greedy token ids, and how many of them lead by ``doubt``."""
+    body = _body(prompt, NEW_TOKENS) | {"logprobs": 2, "return_tokens_as_token_ids": True}
+    choice = post(server, body)["choices"][0]
+    leads = []
+    for best in choice["logprobs"]["top_logprobs"]:
+        first, second = sorted(best.values(), reverse=True)[:2]
+        leads.append(first - second)
+    sure = next((n for n, lead in enumerate(leads) if lead < doubt), NEW_TOKENS)
+    return Plain(choice["token_ids"], sure)
+
+
 def prefill(server: Server, prompt: Sequence[int]) -> Params:
     """Let a prefill engine compute and hold a prompt."""
     body = _body(prompt, 1) | {
@@ -149,6 +229,13 @@ def prefill(server: Server, prompt: Sequence[int]) -> Params:
 
 def hand_off(p: Server, d: Server, prompt: Sequence[int]) -> list[int]:
     return complete(d, prompt, prefill(p, prompt))
+
+
+def route(router: Server, prompt: Sequence[int]) -> list[int]:
+    """Greedy token ids by way of vllm-router, which asks P and then D."""
+    ids: list[int] = post(router, _body(prompt, NEW_TOKENS))["choices"][0]["token_ids"]
+    assert len(ids) == NEW_TOKENS
+    return ids
 
 
 def at_once(function: Any, items: Sequence[Any]) -> list[Any]:
@@ -170,6 +257,6 @@ def wait_for(condition: Any, seconds: float, what: str) -> None:
 
 def settled(desk: Endpoint, server: Server, seconds: float = 15.0) -> StatusReport:
     """The desk's books once nothing is held and the engine's cache is empty."""
-    wait_for(lambda: fetch_status(desk).held == 0, seconds, "nothing held")
+    wait_for(lambda: fetch_status(desk).held == 0, seconds, "the desk holds nothing")
     wait_for(lambda: kv_usage(server) == 0, seconds, "prefill engine's KV usage 0")
     return fetch_status(desk)

@@ -178,11 +178,11 @@ def _pieces(
     spans = {0: Span(prompt.hit, prompt.tokens)}
     if stripe is None:
         return 1, [spans]
-    nbytes = int(template.bytes_per_token * (prompt.tokens - prompt.hit))
+    nbytes = template.nbytes(spans)
     active = stripe.holders(nbytes, holders)
     return active, cut(
         spans,
-        bytes_per_token=template.bytes_per_token,
+        nbytes=nbytes,
         piece_bytes=stripe.piece_bytes(nbytes, active),
         align=template.align,
     )

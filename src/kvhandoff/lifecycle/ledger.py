@@ -125,7 +125,7 @@ class Ledger:
         self._incarnation = incarnation
         self._lease = lease
         self._max_hold = max_hold
-        self._announced: dict[RequestId, list[tuple[Open, ReplyTo]]] = {}
+        self._announced: dict[RequestId, list[tuple[Open | Release, ReplyTo]]] = {}
         self._held: dict[RequestId, _Held] = {}
         self._tombstones: OrderedDict[RequestId, _Tombstone] = OrderedDict()
         self._parked = 0
@@ -157,7 +157,15 @@ class Ledger:
         self._held[holding.request] = held
         self._extend(held, now)
         self.counters["held"] += 1
-        return [effect for message, to in parked for effect in self.open(message, to, now)]
+        return [
+            effect
+            for message, to in parked
+            for effect in (
+                self.open(message, to, now)
+                if isinstance(message, Open)
+                else self.release(message, to, now)
+            )
+        ]
 
     def drop(self, requests: Iterable[RequestId]) -> list[Effect]:
         """Announced requests ended without anything to hold (aborted, failed)."""
@@ -165,9 +173,9 @@ class Ledger:
         for request in requests:
             parked = self._announced.pop(request, [])
             self._parked -= len(parked)
+            ended = Refused("unknown", f"request {request} ended on the prefill engine")
             effects += [
-                Reply(to, Refused("unknown", f"request {request} ended on the prefill engine"))
-                for _, to in parked
+                Reply(to, ended if isinstance(message, Open) else Done()) for message, to in parked
             ]
         return effects
 
@@ -185,13 +193,8 @@ class Ledger:
     def open(self, message: Open, to: ReplyTo, now: float) -> list[Effect]:
         """A reader asks for block ids. Asked too early, it is answered when prefill has ended."""
         request = RequestId(message.key.request)
-        parked = self._announced.get(request)
-        if parked is not None:
-            if self._parked >= MAX_PARKED:
-                return [self._refuse(to, "not-ready", f"{self._parked} readers are waiting")]
-            parked.append((message, to))
-            self._parked += 1
-            return []
+        if request in self._announced:
+            return self._park(message, to)
         found = self._find(message.key)
         if not isinstance(found, _Held):
             return [self._refuse(to, found, _WHY[found].format(request=request))]
@@ -236,7 +239,13 @@ class Ledger:
         return effects
 
     def release(self, message: Release, to: ReplyTo, now: float) -> list[Effect]:
-        """A consumer does not read (any more). Pulls of other consumers are left alone."""
+        """A consumer does not read (any more). Pulls of other consumers are left alone.
+
+        The consumer can be faster than this engine's next step: what it has in its prefix cache it
+        releases as soon as it hears of the request. That waits for the hold, too.
+        """
+        if RequestId(message.key.request) in self._announced:
+            return self._park(message, to)
         found = self._find(message.key)
         effects: list[Effect] = [Reply(to, Done())]
         if isinstance(found, _Held):
@@ -248,6 +257,14 @@ class Ledger:
         return effects
 
     # ---- inside ----
+
+    def _park(self, message: Open | Release, to: ReplyTo) -> list[Effect]:
+        """Keep a message about an announced request until prefill has ended."""
+        if self._parked >= MAX_PARKED:
+            return [self._refuse(to, "not-ready", f"{self._parked} messages are waiting")]
+        self._announced[RequestId(message.key.request)].append((message, to))
+        self._parked += 1
+        return []
 
     def _find(self, key: HeldKey) -> _Held | Literal["unknown", "ticket", "expired", "released"]:
         """The held request, or why it cannot be had. Completed ones are called "released"."""

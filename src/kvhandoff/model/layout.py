@@ -8,7 +8,13 @@ address of a cell is affine::
     base + row * row_stride + head * head_stride + token * token_stride      (+ content bytes)
 
 A *block* is what the scheduler counts; a *row* is what the attention kernel counts. One block is
-``block_tokens / row_tokens`` rows (both in token slots of this rank, before DCP multiplies them).
+``block_tokens / row_tokens`` rows (both in tokens of this rank, before DCP multiplies them). A row
+has ``slots``: one for each token, or one for several (compressed attention stores an entry for
+each ``row_tokens / slots`` tokens).
+
+Recurrent layers keep one *state* for each block, not one slot for each token. Convolution and
+recurrent part, and within them what belongs to queries, keys and values, are cut by head, each in
+its own way; each such piece is a layer of its own here, with a name of its own.
 
 Some attention backends keep to this only from the outside: within one row and head they store the
 bytes in an order of their own (vLLM's CPU attention packs keys for its vector units). Such a layer
@@ -44,11 +50,14 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         group: index of the KV cache group whose block table addresses the layer.
         heads: KV heads held here, of ``total_heads`` in the model.
         stripe: tokens held here.
-        block_tokens: token slots of a scheduler block on this rank.
-        row_tokens: token slots of a tensor row; divides ``block_tokens``.
+        block_tokens: tokens of a scheduler block on this rank.
+        row_tokens: tokens of a tensor row; divides ``block_tokens``.
+        slots: slots of a tensor row; divides ``row_tokens`` unless the layer keeps states.
         rows: rows of the tensor.
-        content: bytes of one token and head.
+        token_stride: from a slot to the next one.
+        content: bytes of one slot and head.
         format: empty if each cell lies where the strides say; else the name of the row format.
+        state: whether a block holds one state, after its last computed token, in all of its slots.
     """
 
     name: str
@@ -57,6 +66,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
     total_heads: int
     block_tokens: int
     row_tokens: int
+    slots: int
     rows: int
     base: int
     row_stride: int
@@ -65,6 +75,12 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
     content: int
     stripe: TokenStripe = EVERY_TOKEN
     format: str = ""
+    state: bool = False
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens that share a slot; a state's slots belong together and count as one token's."""
+        return 1 if self.state else self.row_tokens // self.slots
 
     @property
     def rows_per_block(self) -> int:
@@ -80,8 +96,9 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
     def geometry(self) -> tuple[object, ...]:
         """Everything but name and base: layers with equal geometry are planned together."""
         return (
-            self.group, self.heads, self.stripe, self.block_tokens, self.row_tokens, self.rows,
-            self.row_stride, self.head_stride, self.token_stride, self.content, self.format,
+            self.group, self.heads, self.stripe, self.block_tokens, self.row_tokens, self.slots,
+            self.rows, self.row_stride, self.head_stride, self.token_stride, self.content,
+            self.format, self.state,
         )  # fmt: skip
 
     @property
@@ -91,7 +108,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
             self.base
             + (self.rows - 1) * self.row_stride
             + (len(self.heads) - 1) * self.head_stride
-            + (self.row_tokens - 1) * self.token_stride
+            + (self.slots - 1) * self.token_stride
             + self.content
         )
 
@@ -113,7 +130,7 @@ class WorkerLayout(msgspec.Struct, frozen=True, array_like=True):
         for layer in self.layers:
             numbers = (
                 layer.row_stride, layer.head_stride, layer.token_stride,
-                layer.content, layer.block_tokens, layer.row_tokens, layer.rows,
+                layer.content, layer.block_tokens, layer.row_tokens, layer.slots, layer.rows,
             )  # fmt: skip
             if (
                 len(layer.name) > MAX_NAME_LENGTH
@@ -121,6 +138,8 @@ class WorkerLayout(msgspec.Struct, frozen=True, array_like=True):
                 or min(numbers) < 1
                 or max(numbers) >= _MAX_ADDRESS
                 or layer.block_tokens % layer.row_tokens
+                or (layer.state and layer.block_tokens != layer.row_tokens)
+                or (not layer.state and layer.row_tokens % layer.slots)
                 or layer.rows % layer.rows_per_block
                 or layer.heads.stop > layer.total_heads
                 or layer.group < 0

@@ -160,6 +160,7 @@ def worker_layout(
             total_heads=model.heads,
             block_tokens=cache.block_tokens,
             row_tokens=cache.row_tokens,
+            slots=cache.row_tokens,
             rows=cache.blocks * cache.rows_per_block,
             base=base + index * strides["L"],
             row_stride=strides["B"],

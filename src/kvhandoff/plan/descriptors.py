@@ -9,6 +9,8 @@ single cells, depending on which of the two dimensions is dense on *both* sides:
     TOKEN   heads of one token are dense (LBNHC)                          1 run per token
     CELL    neither                                                       1 run per head and token
 
+(A compressed entry counts as one token here, and so does each slot of a recurrent state.)
+
 Offsets are computed once for all layers with equal geometry and merged where runs touch on both
 sides; addresses are the outer sum with the layers' bases. Layers that touch inside a block (the
 block-outermost layouts) are fused into one before that.
@@ -23,9 +25,8 @@ from math import lcm
 
 import numpy as np
 
-from kvhandoff.errors import IncompatiblePeer
 from kvhandoff.model.layout import LayerLayout, WorkerLayout
-from kvhandoff.plan.pairing import Chunks, Span, check_formats, chunks, granule, locate
+from kvhandoff.plan.pairing import Chunks, Span, check_pair, chunks, locate
 from kvhandoff.plan.routing import Part
 
 
@@ -99,14 +100,7 @@ class Template:
         pairs: dict[object, list[tuple[LayerLayout, LayerLayout]]] = defaultdict(list)
         for name in part.layers:
             pair = theirs[name], ours[name]
-            if pair[0].content != pair[1].content:
-                raise IncompatiblePeer.because(
-                    f"bytes per token and head of layer {name!r} differ",
-                    found=f"{pair[0].content} on the prefill engine",
-                    expected=f"{pair[1].content} as on the decode engine",
-                    change="use the same --dtype and --kv-cache-dtype on both",
-                )
-            check_formats(*pair)
+            check_pair(*pair)
             pairs[pair[0].geometry, pair[1].geometry].append(pair)
         self._families = [
             _Family(
@@ -120,15 +114,23 @@ class Template:
             layer.block_tokens * layer.stripe.count
             for family in self._families
             for layer in (family.producer, family.consumer)
+            if not layer.state
         ]
         self.align = lcm(*blocks)
         """Tokens at multiples of which a read can be cut without cutting a block on either side."""
-        self.bytes_per_token = sum(
-            family.consumer.content * len(part.heads) * family.local_bases.size / stripes
-            for family in self._families
-            for stripes in (max(family.producer.stripe.count, family.consumer.stripe.count),)
-        )
-        """Bytes of the part for each token of a request, on average over the token stripes."""
+
+    def nbytes(self, spans: Mapping[int, Span]) -> int:
+        """Bytes of these spans, on average over the token stripes."""
+        total = 0
+        for family in self._families:
+            ours, span = family.consumer, spans.get(family.consumer.group)
+            if span is None or span.stop <= span.start:
+                continue
+            stripes = max(family.producer.stripe.count, ours.stripe.count)
+            tokens = span.stop - span.start
+            slots = ours.slots if ours.state else tokens // ours.slot_tokens // stripes
+            total += slots * ours.content * len(self.part.heads) * family.local_bases.size
+        return total
 
     def lower(
         self, spans: Mapping[int, Span], remote_blocks: Sequence[np.ndarray],
@@ -149,9 +151,7 @@ class Template:
                 continue
             remote = remote_blocks[family.producer.group]
             local = local_blocks[family.consumer.group]
-            size = granule(family.producer, family.consumer)
-            stripes = family.producer.stripe, family.consumer.stripe
-            for cut in chunks(span, size, *stripes, whole_rows=bool(family.producer.format)):
+            for cut in chunks(span, family.producer, family.consumer):
                 pieces += _lower(family, self.part, cut, remote, local)
         return Descriptors.join(pieces)
 
@@ -166,9 +166,10 @@ def _lower(
     remote = locate(theirs, remote_blocks, cut.first) + first_remote * theirs.head_stride
     local = locate(ours, local_blocks, cut.first) + first_local * ours.head_stride
 
-    inner_heads, inner_tokens, length = _granularity(theirs, ours, heads, cut.tokens)
-    remote = _spread(remote, inner_heads, theirs.head_stride, inner_tokens, theirs.token_stride)
-    local = _spread(local, inner_heads, ours.head_stride, inner_tokens, ours.token_stride)
+    slots = ours.slots if ours.state else cut.tokens // ours.slot_tokens
+    inner_heads, inner_slots, length = _granularity(theirs, ours, heads, slots)
+    remote = _spread(remote, inner_heads, theirs.head_stride, inner_slots, theirs.token_stride)
+    local = _spread(local, inner_heads, ours.head_stride, inner_slots, ours.token_stride)
 
     pieces = []
     for fused, remote_bases, local_bases in _fuse(family, length):
@@ -184,31 +185,31 @@ def _lower(
 
 
 def _granularity(
-    theirs: LayerLayout, ours: LayerLayout, heads: int, tokens: int
+    theirs: LayerLayout, ours: LayerLayout, heads: int, slots: int
 ) -> tuple[int, int, int]:
-    """The coarsest way to read a chunk: runs over heads, runs over tokens, bytes in each run."""
+    """The coarsest way to read a chunk: runs over heads, runs over slots, bytes in each run."""
     content = theirs.content
     both = (theirs, ours)
-    tokens_dense = tokens == 1 or all(side.token_stride == content for side in both)
+    slots_dense = slots == 1 or all(side.token_stride == content for side in both)
     heads_dense = heads == 1 or all(side.head_stride == content for side in both)
-    if tokens_dense and (heads == 1 or all(s.head_stride == tokens * content for s in both)):
-        return 1, 1, heads * tokens * content
-    if heads_dense and (tokens == 1 or all(s.token_stride == heads * content for s in both)):
-        return 1, 1, heads * tokens * content
-    if tokens_dense and (not heads_dense or tokens >= heads):
-        return heads, 1, tokens * content
+    if slots_dense and (heads == 1 or all(s.head_stride == slots * content for s in both)):
+        return 1, 1, heads * slots * content
+    if heads_dense and (slots == 1 or all(s.token_stride == heads * content for s in both)):
+        return 1, 1, heads * slots * content
+    if slots_dense and (not heads_dense or slots >= heads):
+        return heads, 1, slots * content
     if heads_dense:
-        return 1, tokens, heads * content
-    return heads, tokens, content
+        return 1, slots, heads * content
+    return heads, slots, content
 
 
 def _spread(
-    offsets: np.ndarray, heads: int, head_stride: int, tokens: int, token_stride: int
+    offsets: np.ndarray, heads: int, head_stride: int, slots: int, token_stride: int
 ) -> np.ndarray:
     """Offsets of all runs of each chunk, in chunk, head, token order."""
-    if heads == tokens == 1:
+    if heads == slots == 1:
         return offsets
-    inner = np.add.outer(np.arange(heads) * head_stride, np.arange(tokens) * token_stride)
+    inner = np.add.outer(np.arange(heads) * head_stride, np.arange(slots) * token_stride)
     spread: np.ndarray = np.add.outer(offsets, inner.ravel()).ravel()
     return spread
 

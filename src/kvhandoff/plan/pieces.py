@@ -38,22 +38,26 @@ class Slicing:
 
 
 def cut(
-    spans: Mapping[int, Span], *, bytes_per_token: float, piece_bytes: int, align: int
+    spans: Mapping[int, Span], *, nbytes: int, piece_bytes: int, align: int
 ) -> list[Mapping[int, Span]]:
     """Cut spans (by KV group) into pieces of about ``piece_bytes``, at multiples of ``align``.
 
     The groups are cut at the same token positions. Together the pieces are the spans.
+
+    Args:
+        nbytes: what all spans together come to.
+        align: no cut is made but at multiples of this many tokens.
     """
     begin = min((span.start for span in spans.values()), default=0)
     end = max((span.stop for span in spans.values()), default=0)
-    step = max(1, int(piece_bytes / max(bytes_per_token, 1)) // align) * align
+    step = max(1, int(piece_bytes / max(nbytes / max(end - begin, 1), 1)) // align) * align
     if end - begin <= step:
         return [spans]
     pieces: list[Mapping[int, Span]] = []
     borders = [begin, *range((begin // align) * align + step, end, step), end]
     for start, stop in pairwise(borders):
         piece = {
-            group: Span(max(span.start, start), min(span.stop, stop))
+            group: Span(max(span.start, start), min(span.stop, stop), span.private)
             for group, span in spans.items()
             if span.start < stop and start < span.stop
         }

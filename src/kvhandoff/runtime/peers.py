@@ -83,12 +83,11 @@ class Peer:
                 part, self.catalog.sizes, replica=replica, request_id=request, reader=reader
             )
             template = self.template(number, holders[0])
-            tokens = max((span.stop - span.start for span in spans.values()), default=0)
-            nbytes = int(template.bytes_per_token * tokens)
+            nbytes = template.nbytes(spans)
             active = slicing.holders(nbytes, len(holders)) if stripe else 1
             pieces = cut(
                 spans,
-                bytes_per_token=template.bytes_per_token,
+                nbytes=nbytes,
                 piece_bytes=slicing.piece_bytes(nbytes, active),
                 align=template.align,
             )

@@ -44,6 +44,7 @@ from kvhandoff.protocol.messages import (
     Request,
 )
 from kvhandoff.protocol.params import HandoffParams
+from kvhandoff.runtime.margins import Clear, Margins, clear_host_memory
 from kvhandoff.runtime.peers import Peer, Peers, Work
 from kvhandoff.transport.base import Transport
 
@@ -59,6 +60,8 @@ class PullJob:
         pull: names this attempt towards the desk, equal on all workers.
         replica: the PCP replica to read, equal on all workers.
         spans: tokens to read, by the consumer's KV group.
+        margins: tokens beside them in their first and last blocks, likewise. Cleared before
+            anything is read, so that nobody sees what the blocks held before.
         blocks: the consumer's block ids, by KV group and by position in the request.
     """
 
@@ -68,6 +71,7 @@ class PullJob:
     replica: int
     spans: Mapping[int, Span]
     blocks: tuple[list[int], ...]
+    margins: Mapping[int, Sequence[Span]] = field(default_factory=dict)
 
     @property
     def key(self) -> HeldKey:
@@ -134,6 +138,7 @@ class Puller:
         layout: this worker's cache.
         reader: this worker among its engine's workers.
         thread_init: called first in every thread that reads (accelerators are chosen per thread).
+        clear: sets memory of this worker to zero, and returns when it is done.
     """
 
     def __init__(
@@ -145,12 +150,14 @@ class Puller:
         transport: Transport,
         config: HandoffConfig,
         thread_init: Callable[[], None] = lambda: None,
+        clear: Clear = clear_host_memory,
     ) -> None:
         self._reader = reader
         self._transport = transport
         self._config = config
         self._slicing = Slicing(config.slice_bytes, config.stripe_min_bytes)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._margins = Margins(layout, clear)
         self._results: deque[PullResult] = deque()
         self._death: BaseException | None = None
         self._client = Client()
@@ -201,7 +208,11 @@ class Puller:
 
     def _begin(self, job: PullJob) -> None:
         active = _Active(job)
-        self._do(active, active.machine.start())
+        active.local_blocks = [np.array(ids, dtype=np.int64) for ids in job.blocks]
+        if job.margins:
+            self._pool.submit(self._clear, active)
+        else:
+            self._do(active, active.machine.start())
 
     def _do(self, active: _Active, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -282,13 +293,12 @@ class Puller:
                 return active.machine.failed(f"unexpected answer {type(result).__name__}")
 
     def _opened(self, active: _Active, opened: Opened) -> list[Effect]:
-        wanted = max((span.stop for span in active.job.spans.values()), default=0)
-        if opened.tokens < wanted:
+        promised = active.job.params.remote_num_tokens
+        if opened.tokens != promised:
             return active.machine.failed(
-                f"the prefill engine holds {opened.tokens} tokens, {wanted} are needed"
+                f"the prefill engine holds {opened.tokens} tokens, its parameters said {promised}"
             )
         active.remote_blocks = [np.array(ids, dtype=np.int64) for ids in opened.blocks]
-        active.local_blocks = [np.array(ids, dtype=np.int64) for ids in active.job.blocks]
         return active.machine.answered(opened)
 
     def _end(self, active: _Active, failure: str | None) -> None:
@@ -301,6 +311,16 @@ class Puller:
         self._results.append(result)
 
     # ---- the pool's threads ----
+
+    def _clear(self, active: _Active) -> None:
+        try:
+            self._margins.clear(active.job.margins, active.local_blocks)
+        except Exception as error:  # the pull has to end, whatever happened
+            logger.exception("clearing the blocks of %s failed", active.job.request)
+            failure = f"its blocks could not be cleared: {error}"
+            self._events.put(lambda: self._do(active, active.machine.failed(failure)))
+        else:
+            self._events.put(lambda: self._do(active, active.machine.start()))
 
     def _read(self, active: _Active, part: int, piece: int, source: Rank) -> None:
         failure: str | None = None

@@ -63,7 +63,7 @@ class KVHandoffConnector(KVConnectorBase_V1, SupportsHMA):
         produces = transfer.kv_role == "kv_producer"
         if role is KVConnectorRole.SCHEDULER:
             scheduler = ProducerScheduler if produces else ConsumerScheduler
-            self._scheduler = scheduler(vllm_config, config)
+            self._scheduler = scheduler(vllm_config, kv_cache_config, config)
         else:
             worker = ProducerWorker if produces else ConsumerWorker
             self._worker = worker(vllm_config, kv_cache_config, config)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vLLM's configuration and tensors to the model of this package.
+"""From vLLM's configuration to the model of this package.
 
-All knowledge of vLLM's private shapes is in this file, so that a new vLLM release is read here.
+All knowledge of vLLM's private shapes is here and in ``layers.py``, so that a new vLLM release is
+read in these two.
 """
 
 from __future__ import annotations
@@ -9,33 +10,25 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MLAAttentionSpec,
-)
 
 from kvhandoff.config import HandoffConfig
 from kvhandoff.errors import UnsupportedSetup
-from kvhandoff.model.layout import LayerLayout, Segment, WorkerLayout
+from kvhandoff.model.layout import Segment
 from kvhandoff.model.rules import require_role
-from kvhandoff.model.topology import EVERY_TOKEN, Coordinate, ParallelSizes, heads_of
+from kvhandoff.model.topology import Coordinate, ParallelSizes
+from kvhandoff.plan.descriptors import Descriptors
 from kvhandoff.protocol.catalog import Fingerprint
+from kvhandoff.runtime.margins import Clear, clear_host_memory
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-
-CELL_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"})
-"""Backends that store a head's token where the strides of the view say, K beside V. (Every MLA
-backend stores one row per token.) Any other backend's rows are moved whole."""
 
 _VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Keys of a model's configuration that may differ between hosts that serve the same model."""
@@ -107,26 +100,6 @@ def advertised_host(config: HandoffConfig) -> str:
             return "127.0.0.1"
 
 
-def describe_worker(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-    session: str,
-) -> WorkerLayout:
-    """This worker's layout, read from the tensors that vLLM registers.
-
-    Layers that share another layer's cache have no spec and are left out.
-
-    Raises:
-        UnsupportedSetup: for a kind of cache that this release does not move.
-    """
-    layers = tuple(
-        _describe_layer(vllm_config, kv_cache_config, name, group, spec, kv_caches[name])
-        for name, group, spec in _layer_specs(kv_cache_config)
-    )
-    return WorkerLayout(coordinate(), session, segments(kv_caches), layers)
-
-
 def segments(kv_caches: Mapping[str, torch.Tensor]) -> tuple[Segment, ...]:
     """The allocations behind the views; vLLM makes one for each worker."""
     storages = {
@@ -134,94 +107,6 @@ def segments(kv_caches: Mapping[str, torch.Tensor]) -> tuple[Segment, ...]:
         for view in kv_caches.values()
     }
     return tuple(Segment(base, length) for base, length in sorted(storages))
-
-
-def _layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, int, KVCacheSpec]]:
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        for name in group.layer_names:
-            yield name, index, by_layer.get(name, group.kv_cache_spec)
-
-
-def _total_heads(vllm_config: VllmConfig, name: str, spec: FullAttentionSpec) -> int:
-    if isinstance(spec, MLAAttentionSpec):
-        return 1
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
-    tp = vllm_config.parallel_config.tensor_parallel_size
-    if len(heads_of(total, tp, 0)) != spec.num_kv_heads:
-        raise UnsupportedSetup.because(
-            f"KV heads of layer {name!r} are not those of the model",
-            found=f"{spec.num_kv_heads} on each of {tp} tensor parallel ranks",
-            expected=f"a share of {total}",
-            change="serve the model without a draft model of another shape",
-        )
-    return total
-
-
-def _row_format(vllm_config: VllmConfig, name: str, spec: KVCacheSpec) -> str:
-    """See :attr:`LayerLayout.format`."""
-    if isinstance(spec, MLAAttentionSpec):
-        return ""
-    layer: Any = vllm_config.compilation_config.static_forward_context[name]
-    backend = str(layer.get_attn_backend().get_name())
-    if backend in CELL_BACKENDS:
-        return ""
-    # CPU attention packs keys for the vector unit that it found.
-    unit = getattr(layer, "isa", "")
-    return f"{backend}/{unit}" if unit else backend
-
-
-def _describe_layer(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    name: str,
-    group: int,
-    spec: KVCacheSpec,
-    view: torch.Tensor,
-) -> LayerLayout:
-    if not isinstance(spec, FullAttentionSpec) or spec.sliding_window is not None:
-        raise UnsupportedSetup.because(
-            f"the cache of layer {name!r} is of a kind that is not moved yet",
-            found=type(spec).__name__,
-            expected="full attention or MLA",
-            change="serve a model with one kind of attention",
-        )
-    rows, heads, row_tokens, _ = view.shape
-    total = _total_heads(vllm_config, name, spec)
-    tp_rank = coordinate().tp
-    held = heads_of(total, vllm_config.parallel_config.tensor_parallel_size, tp_rank)
-    if (
-        heads != len(held)
-        or view.stride(3) != 1
-        or rows * row_tokens != (kv_cache_config.num_blocks * spec.block_size)
-    ):
-        raise UnsupportedSetup.because(
-            f"the cache of layer {name!r} has an unknown shape",
-            found=f"[B, H, N, C] = {tuple(view.shape)} with strides {view.stride()}",
-            expected=f"{kv_cache_config.num_blocks} blocks of {spec.block_size} tokens, "
-            f"{len(held)} heads, dense content",
-            change="use another --kv-cache-dtype or attention backend",
-        )
-    size = view.element_size()
-    sizes = parallel_sizes(vllm_config)
-    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-    sharded = getattr(spec, "dcp_sharded", True)
-    return LayerLayout(
-        name=name,
-        group=group,
-        heads=held,
-        total_heads=total,
-        block_tokens=spec.block_size,
-        row_tokens=row_tokens,
-        rows=rows,
-        base=view.data_ptr(),
-        row_stride=view.stride(0) * size,
-        head_stride=view.stride(1) * size,
-        token_stride=view.stride(2) * size,
-        content=view.shape[3] * size,
-        stripe=sizes.stripe(coordinate(), interleave) if sharded else EVERY_TOKEN,
-        format=_row_format(vllm_config, name, spec),
-    )
 
 
 def fingerprint(vllm_config: VllmConfig) -> Fingerprint:
@@ -268,3 +153,26 @@ def accelerator_init() -> Any:
         return lambda: None
     index = torch.accelerator.current_device_index()
     return lambda: torch.accelerator.set_device_index(index)
+
+
+def clearer(kv_caches: Mapping[str, torch.Tensor]) -> Clear:
+    """A function that clears memory of the cache, wherever it lies."""
+    import torch
+
+    storage = next(iter(kv_caches.values())).untyped_storage()
+    if storage.device.type == "cpu":
+        return clear_host_memory
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    base = storage.data_ptr()
+
+    def clear(descriptors: Descriptors) -> None:
+        """On a stream of its own, so that it does not wait for the model's."""
+        stream = torch.Stream(storage.device)
+        with stream:
+            for address, length in zip(
+                descriptors.local.tolist(), descriptors.length.tolist(), strict=True
+            ):
+                memory[address - base : address - base + length].zero_()
+        stream.synchronize()
+
+    return clear

@@ -17,17 +17,19 @@ from kvhandoff.config import HandoffConfig
 from kvhandoff.errors import ProtocolError, UnsupportedSetup
 from kvhandoff.ids import PullId, RequestId, Ticket
 from kvhandoff.lifecycle.ledger import Holding
-from kvhandoff.plan.pairing import Span
+from kvhandoff.plan.needs import margins, spans
 from kvhandoff.plan.replicas import ReplicaChooser
 from kvhandoff.protocol.params import HandoffParams, parse_params
 from kvhandoff.runtime.puller import PullJob
 from kvhandoff.runtime.renewer import Renewer
+from kvhandoff.vllm import layers
 from kvhandoff.vllm.introspect import parallel_sizes, prompt_digest
 from kvhandoff.vllm.metadata import DeskAddress, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -47,11 +49,16 @@ def _wants(request: Request, flag: str) -> bool:
 class ProducerScheduler:
     """Steps 1 and 2 of the flow: announce requests to the desk, hold them after prefill."""
 
-    def __init__(self, vllm_config: VllmConfig, config: HandoffConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: HandoffConfig
+    ) -> None:
         self._sizes = parallel_sizes(vllm_config)
+        found = layers.needs(kv_cache_config, self._sizes.dcp)
+        self._left_over = layers.last_tokens(vllm_config, found)
         self._lease = config.lease
         self._desk: DeskAddress | None = None
         self._announced: set[RequestId] = set()
+        self._shortened: set[RequestId] = set()
         self._news = StepMetadata()
 
     def set_desk(self, desk: DeskAddress) -> None:
@@ -59,7 +66,24 @@ class ProducerScheduler:
         self._desk = desk
 
     def on_new_request(self, request: Request) -> None:
-        """Nothing is known before the request is scheduled."""
+        """Shorten a prompt by what is left to the consumer (:func:`layers.last_tokens`)."""
+        left = self._left_over
+        if (
+            left == 0
+            or not _wants(request, "do_remote_decode")
+            or request.num_prompt_tokens <= left
+            or request.request_id in self._shortened
+            or request.get_skip_reading_prefix_cache()  # a consumer that wants prompt logprobs
+        ):
+            return
+        self._shortened.add(RequestId(request.request_id))
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[-left:]
+        if request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-left]
+        del request._all_token_ids[-left:]
+        request.num_prompt_tokens -= left
+        request.max_tokens = 1
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """A producer loads nothing."""
@@ -79,11 +103,12 @@ class ProducerScheduler:
         request_id = RequestId(request.request_id)
         was_announced = request_id in self._announced
         self._announced.discard(request_id)
-        tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
+        self._shortened.discard(request_id)
+        tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
         if not (
             _wants(request, "do_remote_decode")
             and request.status in _COMPLETE_PREFILL
-            and tokens == request.num_prompt_tokens
+            and (computed == tokens or (computed > tokens and not self._left_over))
         ):
             if was_announced:
                 self._news.dropped.append(request_id)
@@ -140,7 +165,11 @@ class _Fetch:
 class ConsumerScheduler:
     """Steps 3 and, early, 8: fetch what a producer holds, or let go of it at once."""
 
-    def __init__(self, vllm_config: VllmConfig, config: HandoffConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: HandoffConfig
+    ) -> None:
+        self._needs = layers.needs(kv_cache_config, parallel_sizes(vllm_config).dcp)
+        self._left_over = layers.last_tokens(vllm_config, self._needs)
         self._fetches: dict[str, _Fetch] = {}
         self._owner: dict[Ticket, str] = {}
         self._used: OrderedDict[Ticket, None] = OrderedDict()
@@ -181,7 +210,10 @@ class ConsumerScheduler:
         if not self._usable(request, fetch):
             return 0, False
         fetch.computed = computed
-        tokens = min(fetch.params.remote_num_tokens, request.num_prompt_tokens) - computed
+        held = fetch.params.remote_num_tokens
+        if held > request.num_prompt_tokens - min(self._left_over, 1):
+            return 0, False  # a prompt too short to be shortened: its state covers the last token
+        tokens = held - computed
         return (tokens, True) if tokens > 0 else (0, False)
 
     def _usable(self, request: Request, fetch: _Fetch) -> bool:
@@ -221,7 +253,7 @@ class ConsumerScheduler:
         fetch.replica = self._replicas.choose(
             params.engine, params.remote_request_id, params.remote_replicas, external
         )
-        span = Span(fetch.computed, fetch.computed + external)
+        found = spans(self._needs, fetch.computed, fetch.computed + external)
         block_ids = tuple(list(ids) for ids in blocks.get_block_ids())
         self._news.jobs.append(
             PullJob(
@@ -229,8 +261,9 @@ class ConsumerScheduler:
                 params=params,
                 pull=fetch.pull,
                 replica=fetch.replica,
-                spans=dict.fromkeys(range(len(block_ids)), span),
+                spans=found,
                 blocks=block_ids,
+                margins=margins(self._needs, found),
             )
         )
 

@@ -18,7 +18,7 @@ from kvhandoff.runtime.desk import Desk
 from kvhandoff.runtime.puller import Puller
 from kvhandoff.transport.base import Transport
 from kvhandoff.transport.mooncake import MooncakeTransport
-from kvhandoff.vllm import introspect
+from kvhandoff.vllm import introspect, layers
 from kvhandoff.vllm.metadata import DeskAddress, StepMetadata
 from kvhandoff.vllm.stats import HandoffStats, Observations
 
@@ -49,8 +49,12 @@ class _Worker:
         config = self._config
         host = introspect.advertised_host(config)
         transport = MooncakeTransport(host, config.mooncake_protocol, config.device_name)
-        layout = introspect.describe_worker(
-            self._vllm_config, self._kv_cache_config, kv_caches, transport.session
+        layout = layers.describe_worker(
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            introspect.coordinate(),
+            transport.session,
         )
         layout.check()
         for segment in layout.segments:
@@ -173,6 +177,7 @@ class ConsumerWorker(_Worker):
             transport,
             self._config,
             introspect.accelerator_init(),
+            introspect.clearer(kv_caches),
         )
 
     def enter(self, news: StepMetadata) -> None:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both schedulers with vLLM's own requests: which tokens are left to D, and what D asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from kvhandoff.config import HandoffConfig
+from kvhandoff.ids import Endpoint, EngineId
+from kvhandoff.model.topology import ParallelSizes
+from kvhandoff.plan.pairing import Span
+from kvhandoff.vllm.introspect import prompt_digest
+from kvhandoff.vllm.metadata import DeskAddress
+from kvhandoff.vllm.scheduler import ConsumerScheduler, ProducerScheduler
+from tests.sim.vllm_models import MODELS, allocate
+
+TO_REMOTE = {"do_remote_decode": True}
+PROMPT = list(range(100, 150))
+
+
+def request(prompt: list[int], params: dict[str, Any], *, name: str = "r") -> Request:
+    sampling = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": params})
+    return Request(name, list(prompt), sampling, None)
+
+
+def producer(model: str, lookahead: int = 0) -> ProducerScheduler:
+    config, caches, _ = allocate(MODELS[model], ParallelSizes(pcp=2), 200)
+    config.num_prefill_lookahead_tokens = lookahead
+    scheduler = ProducerScheduler(config, caches[0], HandoffConfig())
+    scheduler.set_desk(DeskAddress(Endpoint("127.0.0.1", 1), EngineId("p")))
+    return scheduler
+
+
+@pytest.fixture
+def consumers() -> Iterator[Any]:
+    made = []
+
+    def consumer(model: str) -> ConsumerScheduler:
+        config, caches, _ = allocate(MODELS[model], ParallelSizes(), 200)
+        made.append(ConsumerScheduler(config, caches[0], HandoffConfig(answer_timeout=0.2)))
+        return made[-1]
+
+    yield consumer
+    for scheduler in made:
+        scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "lookahead", "left"),
+    [
+        ("mla_mtp", 0, 0), ("deepseek_v32", 0, 0), ("gqa_draft", 0, 0), ("mla_mtp", 3, 2),
+        ("gemma3", 0, 1), ("llama4", 0, 1), ("qwen3_next", 0, 1), ("deepseek_v4", 0, 1),
+        ("qwen3_next", 3, 2),
+    ],
+)  # fmt: skip
+def test_prompts_are_shortened_by_what_cannot_be_taken_back(
+    model: str, lookahead: int, left: int
+) -> None:
+    """A state, a window or a draft's lookahead after the last token is of no use to D."""
+    scheduler, asked = producer(model, lookahead), request(PROMPT, TO_REMOTE)
+    for _ in range(2):  # a preempted request comes again
+        scheduler.on_new_request(asked)
+        assert asked.num_prompt_tokens == len(PROMPT) - left
+        assert asked.prompt_token_ids == PROMPT[: len(PROMPT) - left]
+        assert list(asked.all_token_ids) == PROMPT[: len(PROMPT) - left]
+
+
+def test_others_and_prompts_of_one_token_stay_whole() -> None:
+    """Who asks P for an answer of its own gets it to the whole prompt."""
+    scheduler = producer("qwen3_next")
+    for asked, tokens in ((request(PROMPT, {}), 50), (request([5], TO_REMOTE), 1)):
+        scheduler.on_new_request(asked)
+        assert asked.num_prompt_tokens == tokens
+
+
+def hold(scheduler: ProducerScheduler, asked: Request) -> dict[str, Any]:
+    scheduler.on_new_request(asked)
+    scheduler.allocated(asked, KVCacheBlocks(((),)), 0)
+    asked.num_computed_tokens = asked.num_prompt_tokens
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    held, params = scheduler.finished(asked, ([1],))
+    assert held
+    assert params is not None
+    return params
+
+
+def test_decode_asks_for_the_shortened_prompt_and_computes_the_rest(consumers: Any) -> None:
+    """Of each group what it looks back to, and the margins of the blocks that it comes into."""
+    params = hold(producer("gemma3"), request(PROMPT, TO_REMOTE))
+    assert params["remote_num_tokens"] == 49
+    scheduler, asked = consumers("gemma3"), request(PROMPT, params)
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, 0) == (49, True)
+    blocks = tuple([KVCacheBlock(1 + n + 10 * group) for n in range(4)] for group in range(3))
+    scheduler.allocated(asked, KVCacheBlocks(blocks), 49)
+    (job,) = scheduler.take_step().jobs
+    assert job.spans == {0: Span(10, 49), 1: Span(10, 49), 2: Span(0, 49)}
+    assert job.margins[0] == (Span(0, 10), Span(49, 64))
+    assert job.margins[2] == (Span(49, 64),)
+    assert job.blocks == ([1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24])
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])
+def test_a_state_that_covers_the_last_token_is_not_loaded(
+    consumers: Any, prompt: list[int]
+) -> None:
+    """Held by a producer that did not shorten it (a prompt of one token): computed here."""
+    params = hold(producer("qwen3_next"), request(prompt, TO_REMOTE))
+    asked = request(prompt, params)
+    params["remote_num_tokens"] = len(prompt)
+    params["prompt_digest"] = prompt_digest(asked, len(prompt))
+    scheduler = consumers("qwen3_next")
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+
+
+def test_a_full_hit_is_let_go(consumers: Any) -> None:
+    """Everything that is held is in D's prefix cache: nothing to load, P hears so at once."""
+    params = hold(producer("gemma3"), request(PROMPT[:49], TO_REMOTE))
+    scheduler, asked = consumers("gemma3"), request(PROMPT[:49], params)
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, 48) == (0, False)
+    scheduler.allocated(asked, KVCacheBlocks(((), (), ())), 0)
+    assert scheduler.take_step().jobs == []
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
