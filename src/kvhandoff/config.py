@@ -13,7 +13,7 @@ from kvhandoff.plan.replicas import Policy
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 _Bytes = Annotated[int, msgspec.Meta(ge=4096, le=1 << 40)]
-_Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
+_Pieces = Annotated[int, msgspec.Meta(ge=64, le=65536)]
 
 FOREIGN_KEYS = frozenset({"prefill", "decode", "use_ascend_direct"})
 """Keys that configurations written for vllm-ascend's connectors carry; both sides tell each other
@@ -36,7 +36,10 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             from all of them, and from all TP copies, at the same time.
         stripe_min_bytes: a read is striped over as many holders as get this much each.
         slice_bytes: larger reads are cut into slices of this size.
-        read_threads: reads in flight on each consumer worker.
+        pieces_in_flight: runs of memory that a consumer worker asks of one peer at a time.
+        bytes_in_flight: bytes, likewise.
+        stall_after: a peer that has sent nothing for so long gets no new reads.
+        cut_after: a peer that has sent nothing for so long has its reads cut off.
         handshake_timeout: for the first contact with a producer.
         answer_timeout: for each later question to a desk.
     """
@@ -50,7 +53,10 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replica_policy: Policy = "request"
     stripe_min_bytes: _Bytes = 1 << 20
     slice_bytes: _Bytes = 64 << 20
-    read_threads: _Threads = 8
+    pieces_in_flight: _Pieces = 512
+    bytes_in_flight: _Bytes = 64 << 20
+    stall_after: _Positive = 5.0
+    cut_after: _Positive = 60.0
     handshake_timeout: _Positive = 5.0
     answer_timeout: _Positive = 5.0
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,11 @@ import pytest
 from kvhandoff.errors import TransferFailed
 from kvhandoff.model.layout import Segment
 from kvhandoff.plan.descriptors import Descriptors
-from kvhandoff.transport.base import Transport
+from kvhandoff.transport.base import Flight, Transport
 from kvhandoff.transport.memory import MemoryFabric
 
 SIZE = 1 << 16
+PATIENCE = 60.0
 
 
 @dataclass
@@ -39,13 +40,31 @@ class Kit:
     there: Side
     gone: str
 
-    def read(self, *pieces: tuple[int, int, int], session: str = "") -> None:
-        """Read pieces ``(offset here, offset there, length)``."""
+    def begin(self, *pieces: tuple[int, int, int], session: str = "") -> Flight:
+        """Begin to read pieces ``(offset here, offset there, length)``."""
         columns = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
-        self.here.transport.read(
-            session or self.there.transport.session,
-            Descriptors(columns[0] + self.here.base, columns[1] + self.there.base, columns[2]),
-        )
+        found = Descriptors(columns[0] + self.here.base, columns[1] + self.there.base, columns[2])
+        session = session or self.there.transport.session
+        return self.here.transport.begin(session, found)
+
+    def read(self, *pieces: tuple[int, int, int], session: str = "") -> None:
+        """Read pieces to the end, or raise why they did not arrive."""
+        session = session or self.there.transport.session
+        self.here.transport.connect(session)
+        finish(self.begin(*pieces, session=session))
+
+
+def finish(*flights: Flight) -> None:
+    """Poll until all flights are final; raise what failed."""
+    deadline = time.monotonic() + PATIENCE
+    while any(flight.left for flight in flights):
+        for flight in flights:
+            flight.poll()
+        assert time.monotonic() < deadline, "a flight does not become final"
+        time.sleep(0.0002)
+    for flight in flights:
+        if flight.failure is not None:
+            raise TransferFailed(flight.failure)
 
 
 def make_kit(create: Callable[[], Transport], gone: str) -> Kit:
@@ -110,7 +129,7 @@ def test_bytes_arrive_where_they_belong(kit: Kit, pieces: list[tuple[int, int, i
 def test_reading_nothing_is_fine(kit: Kit) -> None:
     """A worker may have nothing to read, even from nobody."""
     kit.read()
-    kit.read(session=kit.gone)
+    finish(kit.begin(session=kit.gone))
     assert (kit.here.memory == 0xA5).all()
 
 
@@ -140,21 +159,19 @@ def test_a_peer_that_has_gone_fails_the_read(kit: Kit) -> None:
     assert np.array_equal(kit.here.memory[:64], kit.there.memory[:64])
 
 
-def test_many_threads_read_at_once(kit: Kit) -> None:
+def test_many_reads_at_once(kit: Kit) -> None:
     """Reads do not disturb each other."""
     share = SIZE // 64
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: kit.read((n * share, n * share, share)), range(64)))
+    finish(*(kit.begin((n * share, n * share, share)) for n in range(64)))
     assert np.array_equal(kit.here.memory, kit.there.memory)
 
 
 def test_both_ends_may_read(kit: Kit) -> None:
     """Every worker's memory can be a source and a target."""
     length = np.array([64], dtype=np.int64)
-    kit.there.transport.read(
-        kit.here.transport.session, Descriptors(length * 0 + kit.there.base,
-                                                length * 0 + kit.here.base, length)
-    )  # fmt: skip
+    kit.there.transport.connect(kit.here.transport.session)
+    there, here = length * 0 + kit.there.base, length * 0 + kit.here.base
+    finish(kit.there.transport.begin(kit.here.transport.session, Descriptors(there, here, length)))
     assert (kit.there.memory[:64] == 0xA5).all()
 
 
@@ -181,9 +198,44 @@ def test_memory_transport_fails_on_demand() -> None:
     assert kit.here.memory[:16].tolist() == [1] * 8 + [0] * 8
 
 
+def test_after_a_cut_others_can_be_read_as_before(kit: Kit) -> None:
+    """A cut ends what is under way, and nothing else."""
+    kit.here.transport.cut()
+    kit.read((0, 0, SIZE))
+    assert np.array_equal(kit.here.memory, kit.there.memory)
+
+
+def test_memory_transport_fails_now_and_lands_later() -> None:
+    """What is under way lands although the read has failed, unless it is cut."""
+    fabric = MemoryFabric()
+    kit = make_kit(fabric.create, "nobody")
+    kit.there.memory[:] = 1
+    waits = True
+
+    def fault(session: str, piece: int, pieces: int) -> bool:
+        if piece == 0:
+            raise TransferFailed("the cable")
+        return waits
+
+    fabric.fault = fault
+    late, cut = kit.begin((0, 0, 8), (8, 8, 8)), kit.begin((16, 16, 8), (24, 24, 8))
+    for flight in (late, cut):
+        flight.poll()
+        assert (flight.left, flight.failure) == (1, "the cable")
+    assert not kit.here.memory.any()
+    cut.cut()
+    waits = False
+    late.poll()
+    cut.poll()
+    assert late.left == cut.left == 0
+    assert kit.here.memory[:32].tolist() == [0] * 8 + [1] * 8 + [0] * 16
+
+
 def test_a_closed_memory_transport_is_gone() -> None:
     """Its peers find nobody under its address any more."""
     kit = make_kit(MemoryFabric().create, "nobody")
     kit.there.transport.close()
     with pytest.raises(TransferFailed, match="has gone"):
         kit.read((0, 0, 8))
+    with pytest.raises(TransferFailed, match="has gone"):
+        finish(kit.begin((0, 0, 8)))

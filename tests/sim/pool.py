@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvhandoff.model.layout import Segment
 from kvhandoff.plan.descriptors import Descriptors
+from kvhandoff.transport.base import Flight
 from tests.engines import HOST
 
 if TYPE_CHECKING:
@@ -30,8 +31,14 @@ class _Lent:
     def register(self, segment: Segment) -> None:
         self._transport.register(segment)
 
-    def read(self, session: str, descriptors: Descriptors) -> None:
-        self._transport.read(session, descriptors)
+    def connect(self, session: str) -> None:
+        self._transport.connect(session)
+
+    def begin(self, session: str, descriptors: Descriptors) -> Flight:
+        return self._transport.begin(session, descriptors)
+
+    def cut(self) -> None:
+        self._transport.cut()
 
     def close(self) -> None:
         self._transport.close()

@@ -20,8 +20,8 @@ from kvhandoff.model.topology import ParallelSizes
 from kvhandoff.plan.descriptors import Descriptors
 from kvhandoff.plan.routing import replica_for_request
 from kvhandoff.runtime.puller import PullResult
-from kvhandoff.transport.base import Transport
-from kvhandoff.transport.memory import MemoryFabric, MemoryTransport
+from kvhandoff.transport.base import Flight, Transport
+from kvhandoff.transport.memory import MemoryFabric
 from tests.engines import DecodeEngine, MakeTransport, PrefillEngine, wait_until
 from tests.oracle import MARKER, CacheShape, ModelShape, assert_holds, stamp
 from tests.sim.pool import MooncakePool
@@ -89,8 +89,14 @@ class Watched:
     def register(self, segment: Segment) -> None:
         self._inner.register(segment)
 
-    def read(self, session: str, descriptors: Descriptors) -> None:
-        self._inner.read(self._before(session), descriptors)
+    def connect(self, session: str) -> None:
+        self._inner.connect(session)
+
+    def begin(self, session: str, descriptors: Descriptors) -> Flight:
+        return self._inner.begin(self._before(session), descriptors)
+
+    def cut(self) -> None:
+        self._inner.cut()
 
     def close(self) -> None:
         self._inner.close()
@@ -214,9 +220,9 @@ def test_what_expired_before_it_was_read_never_arrives() -> None:
     small = replace(SHAPE, blocks=4)
     with engines(fabric.create, ParallelSizes(), shape=small, lease=0.2) as (p, d):
 
-        def fault(session: str, piece: int, pieces: int) -> None:
+        def fault(session: str, piece: int, pieces: int) -> bool:
             reading.set()
-            assert go.wait(PATIENCE)
+            return not go.is_set()
 
         fabric.fault = fault
         params = p.prefill(40, 1)
@@ -354,28 +360,101 @@ def test_striping_goes_on_without_a_holder(gone: int) -> None:
         p.settle()
 
 
-def test_a_slow_holder_serves_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_holder_serves_fewer_bytes() -> None:
     """One that returns nothing until the other one is through serves its two pieces only."""
     fabric = MemoryFabric()
-    served: list[tuple[str, int]] = []
-    go = threading.Event()
-    read = MemoryTransport.read
-
-    def watched(self: MemoryTransport, session: str, descriptors: Descriptors) -> None:
-        served.append((session, descriptors.nbytes))
-        if session == slow:
-            assert go.wait(PATIENCE), "the other holder waited for the slow one"
-        elif sum(each != slow for each, _ in served) == 8:
-            go.set()
-        read(self, session, descriptors)
-
     with engines(fabric.create, ParallelSizes(pcp=2), ParallelSizes(), config=STRIPE) as (p, d):
-        slow = p.transports[0].session
-        monkeypatch.setattr(MemoryTransport, "read", watched)
+        slow, quick = (transport.session for transport in p.transports)
+        served: Counter[str] = Counter()
+
+        def fault(session: str, piece: int, pieces: int) -> bool:
+            if session == slow and served[quick] < 8:
+                return True
+            served[session] += piece == pieces - 1
+            return False
+
+        fabric.fault = fault
         (result,) = hand_off(p, d, 320, 1)
         assert result.report.sources == [0, 1]
+        assert served == {slow: 2, quick: 8}
         p.settle()
-    totals: Counter[str] = Counter()
-    for session, nbytes in served:
-        totals[session] += nbytes
-    assert totals[slow] * 4 == 320 * BYTES_PER_TOKEN - totals[slow]
+
+
+LATE = HandoffConfig(stall_after=0.2, cut_after=0.6)
+
+
+def test_a_pull_waits_for_the_reads_that_it_has_given_up() -> None:
+    """One piece of the first replica fails at once, another one is under way; the second replica
+    serves both. The pull ends when the piece has landed, not before."""
+    fabric = MemoryFabric()
+    with engines(fabric.create, ParallelSizes(pcp=2), ParallelSizes()) as (p, d):
+        params = p.prefill(100, 1)
+        blocks = d.blocks(100, 1)
+        job = d.job(params, blocks)
+        first = p.transports[job.replica].session
+        go = threading.Event()
+        asked: Counter[str] = Counter()
+
+        def fault(session: str, piece: int, pieces: int) -> bool:
+            asked[session] += 1
+            if session != first:
+                return False
+            if piece == 0:
+                raise TransferFailed("the cable")
+            return piece == 1 and not go.is_set()
+
+        fabric.fault = fault
+        d.submit(job)
+        wait_until(lambda: asked[first] > 100)
+        assert d.pullers[0].take_results() == []
+        go.set()
+        ((result,),) = d.results()
+        assert (result.failure, result.report.failovers) == (None, 1)
+        assert_holds(d.cache(0), blocks, 0, 100, 1)
+
+
+def test_a_holder_that_hangs_is_cut_and_another_one_read() -> None:
+    """Its pieces can land no more; what is read from others at the time is begun again."""
+    fabric = MemoryFabric()
+    with engines(fabric.create, ParallelSizes(pcp=2), ParallelSizes(), config=LATE) as (p, d):
+        params = p.prefill(100, 1)
+        blocks = d.blocks(100, 1)
+        job = d.job(params, blocks)
+        first = p.transports[job.replica].session
+        hangs = True
+        fabric.fault = lambda session, piece, pieces: session == first and hangs
+        d.submit(job)
+        ((result,),) = d.results()
+        assert (result.failure, result.report.failovers) == (None, 1)
+        assert result.report.sources == [1 - job.replica]
+        assert_holds(d.cache(0), blocks, 0, 100, 1)
+        p.settle()
+        d.wipe()
+        hangs = False
+        hand_off(p, d, 40, 2)
+
+
+def test_a_holder_that_hangs_keeps_nobody_else_waiting() -> None:
+    """64 requests wait for a peer that is silent; one for another peer goes right through, and
+    those that have not begun fail as soon as the peer counts as stalled."""
+    fabric = MemoryFabric()
+    config = HandoffConfig(stall_after=0.5, cut_after=60.0, pieces_in_flight=64)
+    with engines(fabric.create, ParallelSizes(), ParallelSizes(), config=config) as (p, d):
+        other = PrefillEngine(MLA, ParallelSizes(), SHAPE, fabric.create)
+        hung, hangs = p.transports[0].session, True
+        fabric.fault = lambda session, piece, pieces: session == hung and hangs
+        try:
+            for seed in range(1, 65):
+                d.submit(d.job(p.prefill(40, seed), [1, 2, 3]))
+            good = other.prefill(40, 99)
+            d.submit(d.job(good, [4, 5, 6]))
+            first = d.results(1)[0][0]
+            assert (first.request, first.failure) == (f"d-{good.remote_request_id}", None)
+            failed = d.results(63)[0]
+            assert all("has sent nothing for" in (result.failure or "") for result in failed)
+            assert d.pullers[0].stuck == 1
+            hangs = False
+            assert [result.failure for result in d.results(1)[0]] == [None]
+            assert d.pullers[0].stuck == 0
+        finally:
+            other.close()

@@ -32,7 +32,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvhandoff.config import HandoffConfig
-from kvhandoff.errors import TransferFailed
 from kvhandoff.ids import Endpoint, EngineId, Incarnation, PullId, Rank, Reader, RequestId, Ticket
 from kvhandoff.lifecycle.ledger import Holding
 from kvhandoff.model.layout import Segment, WorkerLayout
@@ -44,7 +43,7 @@ from kvhandoff.protocol.catalog import Catalog
 from kvhandoff.protocol.params import HandoffParams
 from kvhandoff.runtime.desk import Desk
 from kvhandoff.runtime.puller import Puller, PullJob, PullResult
-from kvhandoff.transport.base import Transport
+from kvhandoff.transport.base import Flight, Transport
 from kvhandoff.vllm import layers
 from tests.engines import FINGERPRINT, HOST, MakeTransport, wait_until
 from tests.sim.pool import MooncakePool
@@ -429,6 +428,17 @@ def test_every_byte_where_decode_has_hits(name: str, mooncake_pool: MooncakePool
         pair.close()
 
 
+@dataclass
+class Failed:
+    """A flight that was rejected."""
+
+    failure: str
+    left: int = 0
+
+    def poll(self) -> None:
+        """It is final."""
+
+
 class FailingReads:
     """A transport that cannot write to one range of local memory."""
 
@@ -443,11 +453,17 @@ class FailingReads:
     def register(self, segment: Segment) -> None:
         self.transport.register(segment)
 
-    def read(self, session: str, descriptors: Descriptors) -> None:
+    def connect(self, session: str) -> None:
+        self.transport.connect(session)
+
+    def begin(self, session: str, descriptors: Descriptors) -> Flight:
         local = descriptors.local
         if np.any((local < self.stop) & (local + descriptors.length > self.start)):
-            raise TransferFailed("the link is down")
-        self.transport.read(session, descriptors)
+            return Failed("the link is down")
+        return self.transport.begin(session, descriptors)
+
+    def cut(self) -> None:
+        self.transport.cut()
 
     def close(self) -> None:
         self.transport.close()

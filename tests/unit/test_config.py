@@ -19,8 +19,8 @@ def test_nothing_said_means_defaults(extra: dict[str, Any] | None) -> None:
 
 def test_settings_are_taken_over() -> None:
     """Whole numbers are fine where times are meant."""
-    config = parse_config({"lease": 5, "read_threads": 2, "bind_host": "::", "prefill": {}})
-    assert (config.lease, config.read_threads, config.bind_host) == (5.0, 2, "::")
+    config = parse_config({"lease": 5, "pieces_in_flight": 128, "bind_host": "::", "prefill": {}})
+    assert (config.lease, config.pieces_in_flight, config.bind_host) == (5.0, 128, "::")
 
 
 @pytest.mark.parametrize("policy", ["request", "least-loaded", "stripe"])
@@ -42,10 +42,10 @@ def test_policies_are_known_by_name(policy: str) -> None:
         ("lease", "30"),
         ("max_hold", 0),
         ("max_hold", float("inf")),
-        ("read_threads", 0),
-        ("read_threads", 257),
-        ("read_threads", 2.5),
-        ("read_threads", True),
+        ("pieces_in_flight", 0),
+        ("pieces_in_flight", 65537),
+        ("pieces_in_flight", 128.5),
+        ("pieces_in_flight", True),
         ("replica_policy", "random"),
         ("replica_policy", "Stripe"),
         ("stripe_min_bytes", 4095),

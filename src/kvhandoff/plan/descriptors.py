@@ -60,6 +60,19 @@ class Descriptors:
             np.concatenate([piece.length for piece in pieces]),
         )
 
+    def chop(self, longest: int) -> Descriptors:
+        """The same bytes in pieces of at most ``longest`` bytes."""
+        counts = -(-self.length // longest)
+        if not len(self) or int(counts.max()) == 1:
+            return self
+        first = np.cumsum(counts) - counts
+        offset = (np.arange(int(counts.sum())) - np.repeat(first, counts)) * longest
+        return Descriptors(
+            np.repeat(self.local, counts) + offset,
+            np.repeat(self.remote, counts) + offset,
+            np.minimum(np.repeat(self.length, counts) - offset, longest),
+        )
+
     def slices(self, max_bytes: int, max_count: int) -> Iterable[Descriptors]:
         """Cut into consecutive slices of about ``max_bytes`` and at most ``max_count`` entries."""
         if len(self) <= max_count and self.nbytes <= max_bytes:

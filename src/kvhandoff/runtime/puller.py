@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer worker's engine room: runs pulls, and keeps the model thread out of it.
 
-One thread runs the state machines; a pool plans and reads; the client's thread brings answers.
-Everything reaches the machines as a closure in one queue, so that they need no lock.
+One thread runs the state machines, and plans, begins and polls their reads; the client's thread
+brings answers. Everything reaches the machines as a closure in one queue, so that they need no
+lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvhandoff.errors import (
 from kvhandoff.ids import EngineId, PullId, Rank, Reader
 from kvhandoff.lifecycle.pull import Ask, Connect, Effect, Ended, Finish, Pull, Read
 from kvhandoff.model.layout import WorkerLayout
+from kvhandoff.plan.descriptors import Descriptors
 from kvhandoff.plan.pairing import Span
 from kvhandoff.plan.pieces import Slicing
 from kvhandoff.protocol.catalog import Fingerprint
@@ -46,9 +48,14 @@ from kvhandoff.protocol.messages import (
 from kvhandoff.protocol.params import HandoffParams
 from kvhandoff.runtime.margins import Clear, Margins, clear_host_memory
 from kvhandoff.runtime.peers import Peer, Peers, Work
+from kvhandoff.runtime.reads import Limits, Reads
+from kvhandoff.runtime.reads import Read as Reading
 from kvhandoff.transport.base import Transport
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = (0.0002, 0.005)
+"""Shortest and longest pause between two looks at reads under way."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class PullResult:
 
 @dataclass
 class _Active:
-    """A pull under way. Touched by the puller's thread; reads only append to :attr:`moved`."""
+    """A pull under way. Touched by the puller's thread only."""
 
     job: PullJob
     machine: Pull = field(default_factory=Pull)
@@ -103,32 +110,21 @@ class _Active:
     retries: int = 0
     remote_blocks: list[np.ndarray] = field(default_factory=list)
     local_blocks: list[np.ndarray] = field(default_factory=list)
-    moved: list[_Move] = field(default_factory=list)
+    moved: list[tuple[Rank, Reading]] = field(default_factory=list)
 
     def report(self) -> PullReport:
+        reads = [read for _, read in self.moved]
         return PullReport(
             replica=self.job.replica,
-            sources=sorted({move.source for move in self.moved}),
-            nbytes=sum(move.nbytes for move in self.moved),
-            descriptors=sum(move.descriptors for move in self.moved),
+            sources=sorted({source for source, _ in self.moved}),
+            nbytes=sum(read.nbytes for read in reads),
+            descriptors=sum(read.pieces for read in reads),
             open_seconds=self.opened_after,
-            plan_seconds=sum(move.plan_seconds for move in self.moved),
-            read_seconds=max((m.ended for m in self.moved), default=0.0)
-            - min((m.began for m in self.moved), default=0.0),
+            plan_seconds=sum(read.plan_seconds for read in reads),
+            read_seconds=max((read.ended for read in reads), default=0.0)
+            - min((read.began for read in reads), default=0.0),
             failovers=self.machine.failovers,
         )
-
-
-@dataclass(frozen=True)
-class _Move:
-    """One read that brought all its bytes."""
-
-    source: Rank
-    nbytes: int
-    descriptors: int
-    plan_seconds: float
-    began: float
-    ended: float
 
 
 class Puller:
@@ -137,7 +133,7 @@ class Puller:
     Args:
         layout: this worker's cache.
         reader: this worker among its engine's workers.
-        thread_init: called first in every thread that reads (accelerators are chosen per thread).
+        thread_init: called first on the thread that reads (accelerators are chosen per thread).
         clear: sets memory of this worker to zero, and returns when it is done.
     """
 
@@ -164,9 +160,14 @@ class Puller:
         self._peers = Peers(
             self._client, layout, engine, fingerprint, config.handshake_timeout, self._events.put
         )
-        self._pool = ThreadPoolExecutor(
-            config.read_threads, thread_name_prefix="kvhandoff-read", initializer=thread_init
+        self._thread_init = thread_init
+        limits = Limits(
+            pieces=config.pieces_in_flight,
+            nbytes=config.bytes_in_flight,
+            stall=config.stall_after,
+            cut=config.cut_after,
         )
+        self._reads = Reads(transport, limits, self._events.put)
         self._thread = threading.Thread(target=self._run, name="kvhandoff-puller", daemon=True)
         self._thread.start()
 
@@ -189,28 +190,55 @@ class Puller:
             results.append(self._results.popleft())
         return results
 
+    @property
+    def stuck(self) -> int:
+        """Reads that wait for a peer that has sent nothing for some seconds."""
+        return self._reads.stuck
+
+    @property
+    def cuts(self) -> int:
+        """How often the transport was cut since start."""
+        return self._reads.cuts
+
     def close(self) -> None:
-        """Stop. Reads that have begun end by themselves."""
+        """Stop. Whatever is under way is cut: the memory may be freed afterwards."""
         self._events.put(None)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=30)
         self._client.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- the puller's thread ----
 
     def _run(self) -> None:
         try:
-            while (event := self._events.get()) is not None:
-                event()
+            self._thread_init()
+            pause = _POLL_SECONDS[0]
+            while True:
+                for event in self._new_events(pause if self._reads.busy else None):
+                    if event is None:
+                        self._reads.close()
+                        return
+                    event()
+                moved = self._reads.step()
+                pause = _POLL_SECONDS[0] if moved else min(pause * 1.5, _POLL_SECONDS[1])
         except BaseException as error:
             logger.exception("the puller stopped")
             self._death = error
 
+    def _new_events(self, patience: float | None) -> Iterator[Callable[[], None] | None]:
+        """Wait for an event as long as there is nothing else to do; then all that are there."""
+        with contextlib.suppress(queue.Empty):
+            yield self._events.get(timeout=patience)
+            while True:
+                yield self._events.get_nowait()
+
     def _begin(self, job: PullJob) -> None:
         active = _Active(job)
         active.local_blocks = [np.array(ids, dtype=np.int64) for ids in job.blocks]
-        if job.margins:
-            self._pool.submit(self._clear, active)
+        try:
+            self._margins.clear(job.margins, active.local_blocks)
+        except Exception as error:  # the pull has to end, whatever happened
+            logger.exception("clearing the blocks of %s failed", job.request)
+            self._do(active, active.machine.failed(f"its blocks could not be cleared: {error}"))
         else:
             self._do(active, active.machine.start())
 
@@ -224,7 +252,7 @@ class Puller:
                     active.asked = time.monotonic()
                     self._ask(active, Open(job.key, job.pull, *self._reader))
                 case Read(part, piece, source):
-                    self._pool.submit(self._read, active, part, piece, source)
+                    self._read(active, part, piece, source)
                 case Finish(ok):
                     job, active.retries = active.job, 0
                     report = active.report()
@@ -310,47 +338,19 @@ class Puller:
             logger.warning("pulling %s failed: %s", result.request, failure)
         self._results.append(result)
 
-    # ---- the pool's threads ----
-
-    def _clear(self, active: _Active) -> None:
-        try:
-            self._margins.clear(active.job.margins, active.local_blocks)
-        except Exception as error:  # the pull has to end, whatever happened
-            logger.exception("clearing the blocks of %s failed", active.job.request)
-            failure = f"its blocks could not be cleared: {error}"
-            self._events.put(lambda: self._do(active, active.machine.failed(failure)))
-        else:
-            self._events.put(lambda: self._do(active, active.machine.start()))
-
     def _read(self, active: _Active, part: int, piece: int, source: Rank) -> None:
-        failure: str | None = None
-        try:
-            active.moved.append(self._move(active, part, piece, source))
-        except KVHandoffError as error:
-            failure = str(error)
-        except Exception as error:  # the pull has to end, whatever happened
-            logger.exception("reading part %d from worker %d failed", part, source)
-            failure = f"{type(error).__name__}: {error}"
-        self._events.put(
-            lambda: self._do(active, active.machine.read(part, piece, source, failure))
-        )
-
-    def _move(self, active: _Active, part: int, piece: int, source: Rank) -> _Move:
         peer = active.peer
         if peer is None:
             raise ProtocolError("read before the handshake")
-        began = time.monotonic()
-        template = peer.template(part, source)
-        descriptors = template.lower(
-            active.work[part].pieces[piece], active.remote_blocks, active.local_blocks
-        )
-        planned = time.monotonic()
-        self._transport.read(peer.session(source), descriptors)
-        return _Move(
-            source,
-            descriptors.nbytes,
-            len(descriptors),
-            planned - began,
-            planned,
-            time.monotonic(),
-        )
+
+        def plan() -> Descriptors:
+            return peer.template(part, source).lower(
+                active.work[part].pieces[piece], active.remote_blocks, active.local_blocks
+            )
+
+        def ended(read: Reading) -> None:
+            if read.failure is None:
+                active.moved.append((source, read))
+            self._do(active, active.machine.read(part, piece, source, read.failure))
+
+        self._reads.submit(peer.session(source), plan, ended)

@@ -21,12 +21,16 @@ SERIES = {
     "pull_bytes": "Bytes read by one worker's pull of one request.",
     "pull_descriptors": "Pieces of memory read by one worker's pull of one request.",
 }
+STUCK = "stuck_reads"
+"""Reads of prefill workers that have sent nothing for ``stall_after``. Travels as differences,
+which add up over workers and steps."""
+
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _SIZES = tuple(4**power for power in range(1, 18))
 
 
 class HandoffStats(KVConnectorStats):
-    """``data["counters"]``: name to increment; ``data[series]``: observations."""
+    """``data["counters"]``: name to increment; ``data[series]``: observations; ``data[STUCK]``."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -40,6 +44,7 @@ class HandoffStats(KVConnectorStats):
         merged: dict[str, Any] = {"counters": dict(counters)}
         for name in SERIES:
             merged[name] = [*self.data.get(name, ()), *other.data.get(name, ())]
+        merged[STUCK] = self.data.get(STUCK, 0) + other.data.get(STUCK, 0)
         self.data = merged
         return self
 
@@ -58,6 +63,7 @@ class Observations:
     def __init__(self) -> None:
         self._data: dict[str, Any] = {}
         self._totals: Counter[str] = Counter()
+        self._stuck = 0
 
     def pulled(self, result: PullResult) -> None:
         """A pull ended on this worker."""
@@ -78,6 +84,12 @@ class Observations:
         if any(grown.values()):
             self._totals = Counter(totals)
             self._data.setdefault("counters", Counter()).update(+grown)
+
+    def stuck(self, reads: int) -> None:
+        """So many reads wait for a silent peer at the moment."""
+        if reads != self._stuck:
+            self._data[STUCK] = self._data.get(STUCK, 0) + reads - self._stuck
+            self._stuck = reads
 
     def _observe(self, series: str, value: float) -> None:
         self._data.setdefault(series, []).append(value)
@@ -115,6 +127,11 @@ class HandoffPromMetrics(KVConnectorPromMetrics):
             name: create_metric_per_engine(metric, per_engine_labelvalues)
             for name, metric in self._series.items()
         }
+        self._stuck = self._gauge_cls(
+            name=f"vllm:kvhandoff_{STUCK}",
+            documentation="Reads that wait for a prefill worker which has fallen silent.",
+            labelnames=labelnames,
+        )
         self._events = self._counter_cls(
             name="vllm:kvhandoff_events",
             documentation="What happened to handed-off requests, by kind.",
@@ -126,5 +143,7 @@ class HandoffPromMetrics(KVConnectorPromMetrics):
             for value in transfer_stats_data.get(name, ()):
                 metrics[engine_idx].observe(value)
         labels = self.per_engine_labelvalues[engine_idx]
+        if change := transfer_stats_data.get(STUCK, 0):
+            self._stuck.labels(*labels).inc(change)
         for kind, count in transfer_stats_data.get("counters", {}).items():
             self._events.labels(*labels, kind).inc(count)

@@ -203,6 +203,9 @@ class ConsumerWorker(_Worker):
 
     def take_stats(self) -> HandoffStats | None:
         """What happened since the last call."""
+        if self._puller is not None:
+            self._observed.stuck(self._puller.stuck)
+            self._observed.counted({"cuts": self._puller.cuts})
         return self._observed.take()
 
     def close(self) -> None:
