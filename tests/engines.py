@@ -59,6 +59,7 @@ class PrefillEngine:
         engine: str = "",
         lease: float = 30.0,
         port: int = 0,
+        key: bytes | None = None,
     ) -> None:
         self.sizes, self.shape = sizes, shape
         self.engine = EngineId(engine or f"prefill-{next(_numbers)}")
@@ -78,7 +79,7 @@ class PrefillEngine:
         )
         catalog.check()
         self.lease = lease
-        self.desk = Desk(Endpoint(HOST, port), catalog, max_hold=900.0)
+        self.desk = Desk(Endpoint(HOST, port), catalog, max_hold=900.0, key=key)
         self.free_blocks = list(range(1, shape.blocks))
         self.held: dict[RequestId, list[int]] = {}
         self.reports = {rank: [] for rank in self.caches}

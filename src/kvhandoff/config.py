@@ -40,6 +40,9 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bytes_in_flight: bytes, likewise.
         stall_after: a peer that has sent nothing for so long gets no new reads.
         cut_after: a peer that has sent nothing for so long has its reads cut off.
+        shared_key: known to prefill and decode engines only; authenticates and encrypts the control
+            channel and signs what passes through routers and clients.
+        prefill_hosts: hosts (names, addresses, networks) that a consumer takes KV from; none: any.
         handshake_timeout: for the first contact with a producer.
         answer_timeout: for each later question to a desk.
     """
@@ -57,6 +60,8 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_in_flight: _Bytes = 64 << 20
     stall_after: _Positive = 5.0
     cut_after: _Positive = 60.0
+    shared_key: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    prefill_hosts: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)] = ()
     handshake_timeout: _Positive = 5.0
     answer_timeout: _Positive = 5.0
 

@@ -35,5 +35,5 @@ class TransferFailed(KVHandoffError):
     """The transport could not read the bytes."""
 
 
-class LeaseExpired(KVHandoffError):
-    """The producer let go of the request before the consumer had completed it."""
+class ThreadDied(KVHandoffError):
+    """A thread that this engine cannot do without has stopped; its worker has to go with it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 import zmq
 
 from kvhandoff.channel import MAX_IDLE_PEERS, Client, ReplyAddress, Server
-from kvhandoff.errors import PeerUnreachable, UnsupportedSetup
+from kvhandoff.errors import PeerUnreachable, ThreadDied, UnsupportedSetup
 from kvhandoff.ids import Endpoint
 from kvhandoff.protocol.messages import (
     Completed,
@@ -33,11 +34,12 @@ Serve = Callable[[Server, ReplyAddress, Request], None]
 class Echo:
     """A server on a thread of its own, which does with each question what it is told to."""
 
-    def __init__(self, host: str, serve: Serve) -> None:
-        self.server = Server(Endpoint(host, 0))
+    def __init__(self, host: str, serve: Serve, key: bytes | None) -> None:
+        self.server = Server(Endpoint(host, 0), key)
         self.endpoint = Endpoint(host, self.server.port)
         self._serve = serve
         self._stopping = False
+        self._mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -45,7 +47,14 @@ class Echo:
         while not self._stopping:
             for to, request in self.server.receive(1.0):
                 self._serve(self.server, to, request)
+            while not self._mail.empty():
+                self._mail.get()()
         self.server.close()
+
+    def later(self, function: Callable[[], None]) -> None:
+        """Do something on the server's thread."""
+        self._mail.put(function)
+        self.server.wake()
 
     def close(self) -> None:
         self._stopping = True
@@ -65,8 +74,8 @@ def answer_nothing(server: Server, to: ReplyAddress, request: Request) -> None:
 def start() -> Iterator[Callable[..., Echo]]:
     started: list[Echo] = []
 
-    def start(serve: Serve = answer_done, host: str = HOST) -> Echo:
-        started.append(Echo(host, serve))
+    def start(serve: Serve = answer_done, host: str = HOST, key: bytes | None = None) -> Echo:
+        started.append(Echo(host, serve, key))
         return started[-1]
 
     yield start
@@ -152,7 +161,7 @@ def test_deadlines_settle_questions(
 ) -> None:
     """A desk that does not answer is unreachable, by name, after the time that was given."""
     silent = start(answer_nothing)
-    endpoint = silent.endpoint if there else Endpoint(HOST, 1)
+    endpoint = silent.endpoint if there else Endpoint("192.0.2.1", 5555)
     result = ask(client, endpoint, timeout=0.05)
     assert isinstance(result, PeerUnreachable)
     assert f"{endpoint} did not answer within 0.05 s" in str(result)
@@ -291,3 +300,147 @@ def test_peers_are_bounded(start: Callable[..., Echo], client: Client) -> None:
     for number in range(MAX_IDLE_PEERS + 300):
         endpoint = Endpoint(f"127.0.{number // 250}.{number % 250 + 1}", echo.server.port)
         assert ask(client, endpoint) == Done()
+
+
+@pytest.mark.parametrize(
+    ("asker", "answered"),
+    [(b"a key that both sides know", True), (b"a key that is another one", False), (None, False)],
+    ids=["same", "other", "none"],
+)
+def test_a_desk_with_a_key_answers_who_has_it(
+    start: Callable[..., Echo], asker: bytes | None, answered: bool
+) -> None:
+    """Others get no answer, as nothing of what they send is even decoded."""
+    heard: list[Request] = []
+
+    def hear(server: Server, to: ReplyAddress, request: Request) -> None:
+        heard.append(request)
+        server.reply(to, Done())
+
+    echo = start(hear, key=b"a key that both sides know")
+    client = Client(key=asker)
+    try:
+        result = ask(client, echo.endpoint, timeout=PATIENCE)
+    finally:
+        client.close()
+    assert isinstance(result, Done if answered else PeerUnreachable)
+    assert len(heard) == answered
+    if not answered:
+        assert "has another shared_key" in str(result)
+
+
+def test_an_asker_with_a_key_trusts_no_desk_without(start: Callable[..., Echo]) -> None:
+    """Somebody who took over the address of a desk learns nothing."""
+    heard: list[Request] = []
+    echo = start(lambda server, to, request: heard.append(request))
+    client = Client(key=b"a key that the real desk knows")
+    try:
+        assert "has another shared_key" in str(ask(client, echo.endpoint))
+    finally:
+        client.close()
+    assert heard == []
+
+
+def test_a_closed_client_answers_at_once(start: Callable[..., Echo]) -> None:
+    """Whoever asks too late is told, and does not wait for a deadline that nobody watches."""
+    client = Client()
+    client.close()
+    results: queue.Queue[object] = queue.Queue()
+    client.ask(start().endpoint, Status(), PATIENCE, results.put)
+    assert isinstance(results.get_nowait(), PeerUnreachable)
+
+
+def test_unused_connections_are_closed(start: Callable[..., Echo]) -> None:
+    """A peer that was scaled down is not dialled for ever; one that is asked again is there."""
+    client = Client(idle=0.1)
+    echo = start()
+    try:
+        assert ask(client, echo.endpoint) == Done()
+        end = time.monotonic() + PATIENCE
+        while client.connections and time.monotonic() < end:
+            time.sleep(0.05)
+        assert client.connections == 0
+        assert ask(client, echo.endpoint) == Done()
+    finally:
+        client.close()
+
+
+def test_a_refused_connection_is_known_soon(client: Client) -> None:
+    """Nobody waits for a deadline; whoever asks again is told again."""
+    for _ in range(2):
+        began = time.monotonic()
+        result = ask(client, Endpoint(HOST, 1))
+        assert isinstance(result, PeerUnreachable)
+        assert f"{HOST}:1 cannot be reached: nobody listens there" in str(result)
+        assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_desk_that_goes_is_missed_soon(client: Client) -> None:
+    """It had the question; the connection ends before the answer."""
+    server = Server(Endpoint(HOST, 0))
+    results: queue.Queue[object] = queue.Queue()
+    endpoint = Endpoint(HOST, server.port)
+    client.ask(endpoint, Status(), 10 * PATIENCE, results.put)
+    while not list(server.receive(0.1)):
+        pass
+    server.close()
+    assert "nobody listens there" in str(results.get(timeout=PATIENCE))
+
+
+def test_a_desk_that_comes_back_is_found(client: Client) -> None:
+    """On the same port, while somebody asks again and again."""
+    server = Server(Endpoint(HOST, 0))
+    server.close()
+    endpoint = Endpoint(HOST, server.port)
+    assert isinstance(ask(client, endpoint), PeerUnreachable)
+    server = Server(endpoint)
+    results: queue.Queue[object] = queue.Queue()
+    client.ask(endpoint, Status(), PATIENCE, results.put)
+    try:
+        while not (asked := list(server.receive(0.1))):
+            pass
+        server.reply(asked[0][0], Done())
+        assert results.get(timeout=PATIENCE) == Done()
+    finally:
+        server.close()
+
+
+def test_only_the_desk_that_was_asked_answers(start: Callable[..., Echo], client: Client) -> None:
+    """Another desk that knows the number of the question says what it likes."""
+    numbers: queue.Queue[int] = queue.Queue()
+    asked: queue.Queue[ReplyAddress] = queue.Queue()
+    honest = start(lambda server, to, request: numbers.put(to.correlation))
+    forger = start(lambda server, to, request: asked.put(to))
+    results: queue.Queue[object] = queue.Queue()
+    lies: queue.Queue[object] = queue.Queue()
+    client.ask(honest.endpoint, Status(), 1.0, results.put)
+    client.ask(forger.endpoint, Status(), PATIENCE, lies.put)
+    number, to = numbers.get(timeout=PATIENCE), asked.get(timeout=PATIENCE)
+    forger.later(lambda: forger.server.reply(ReplyAddress(to.identity, number), Completed("held")))
+    forger.later(lambda: forger.server.reply(to, Done()))
+    assert lies.get(timeout=PATIENCE) == Done()
+    assert isinstance(results.get(timeout=PATIENCE), PeerUnreachable)
+
+
+def test_a_message_of_many_parts_is_bounded(dealer: zmq.Socket[bytes]) -> None:
+    """Its parts are received one by one and not kept."""
+    dealer.send_multipart([b"part"] * 100_000)
+    dealer.send(encode(3, Status()))
+    assert decode_answer(dealer.recv()) == (3, Done())
+
+
+def test_the_death_of_the_thread_is_noticed(
+    start: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open questions are settled, and the owner learns that no other will be."""
+    client = Client()
+    client.require_alive()
+
+    def break_down(*args: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(client, "_send_new", break_down)
+    assert isinstance(ask(client, start().endpoint), PeerUnreachable)
+    client.close()
+    with pytest.raises(ThreadDied, match="a bug"):
+        client.require_alive()

@@ -73,7 +73,7 @@ def start() -> Iterator[Callable[[float], Held]]:
 
 @pytest.fixture
 def renewer() -> Iterator[Renewer]:
-    renewer = Renewer(5.0)
+    renewer = Renewer(5.0, min_interval=0.01)
     yield renewer
     renewer.close()
 
@@ -122,8 +122,36 @@ def test_the_first_renewal_is_sent_at_once(listening: Listening, renewer: Renewe
     renewer.keep(params_of("r", listening.port, 3600.0))
     wait_until(lambda: listening.renewals == [["r"]])
     renewer.keep(params_of("s", listening.port, 3600.0))
-    wait_until(lambda: listening.renewed == 3)
-    assert {"s", "r"} == set(listening.renewals[1]), "what shares the desk is renewed with it"
+    wait_until(lambda: listening.renewals == [["r"], ["s"]])
+
+
+def test_many_arrivals_cost_one_key_each(listening: Listening, renewer: Renewer) -> None:
+    """Whoever was renewed a moment ago is not renewed with the next one."""
+    for number in range(300):
+        renewer.keep(params_of(f"r{number}", listening.port, 3600.0))
+    wait_until(lambda: listening.renewed >= 300)
+    assert listening.renewed == 300
+    assert len({request for keys in listening.renewals for request in keys}) == 300
+
+
+def test_who_is_due_soon_shares_the_message(
+    listening: Listening, renewer: Renewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that came one after the other are renewed together later on."""
+    for request in ("r", "s", "t"):
+        renewer.keep(params_of(request, listening.port, 0.6))
+    wait_until(lambda: ["r", "s", "t"] in [sorted(keys) for keys in listening.renewals])
+
+
+def test_a_stranger_cannot_set_the_pace(listening: Listening) -> None:
+    """The lease comes from parameters that a client may have written."""
+    renewer = Renewer(5.0)
+    try:
+        renewer.keep(params_of("r", listening.port, 0.1))
+        wait_until(lambda: listening.renewed == 1)
+        assert renewer._kept[Ticket("ticket of r")].interval == 1.0
+    finally:
+        renewer.close()
 
 
 def test_a_request_is_kept_beyond_its_lease(start, renewer: Renewer) -> None:

@@ -33,10 +33,10 @@ def request(prompt: list[int], params: dict[str, Any], *, name: str = "r") -> Re
     return Request(name, list(prompt), sampling, None)
 
 
-def producer(model: str, lookahead: int = 0) -> ProducerScheduler:
+def producer(model: str, lookahead: int = 0, key: str = "") -> ProducerScheduler:
     config, caches, _ = allocate(MODELS[model], ParallelSizes(pcp=2), 200)
     config.num_prefill_lookahead_tokens = lookahead
-    scheduler = ProducerScheduler(config, caches[0], HandoffConfig())
+    scheduler = ProducerScheduler(config, caches[0], HandoffConfig(shared_key=key))
     scheduler.set_desk(DeskAddress(Endpoint("127.0.0.1", 1), EngineId("p")))
     return scheduler
 
@@ -45,9 +45,11 @@ def producer(model: str, lookahead: int = 0) -> ProducerScheduler:
 def consumers() -> Iterator[Any]:
     made = []
 
-    def consumer(model: str) -> ConsumerScheduler:
+    def consumer(model: str, **settings: Any) -> ConsumerScheduler:
         config, caches, _ = allocate(MODELS[model], ParallelSizes(), 200)
-        made.append(ConsumerScheduler(config, caches[0], HandoffConfig(answer_timeout=0.2)))
+        made.append(
+            ConsumerScheduler(config, caches[0], HandoffConfig(answer_timeout=0.2, **settings))
+        )
         return made[-1]
 
     yield consumer
@@ -132,4 +134,38 @@ def test_a_full_hit_is_let_go(consumers: Any) -> None:
     assert scheduler.matched_tokens(asked, 48) == (0, False)
     scheduler.allocated(asked, KVCacheBlocks(((), (), ())), 0)
     assert scheduler.take_step().jobs == []
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+
+
+KEY = "a key that both sides know"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "settings", "loaded"),
+    [
+        (KEY, {"shared_key": KEY}, 50),
+        (KEY, {}, 50),
+        ("", {"shared_key": KEY}, 0),
+        ("another key, as long", {"shared_key": KEY}, 0),
+        ("", {"prefill_hosts": ("127.0.0.1",)}, 50),
+        ("", {"prefill_hosts": ("10.0.0.0/8",)}, 0),
+    ],
+)
+def test_only_those_who_are_trusted_are_asked(
+    consumers: Any, theirs: str, settings: dict[str, Any], loaded: int
+) -> None:
+    """Others' requests are computed here, and nobody connects to the hosts that they name."""
+    params = hold(producer("mla_mtp", key=theirs), request(PROMPT, TO_REMOTE))
+    scheduler, asked = consumers("mla_mtp", **settings), request(PROMPT, params)
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, 0) == (loaded, bool(loaded))
+    assert len(scheduler._renewer) == bool(loaded)
+
+
+def test_a_changed_ticket_is_computed_here(consumers: Any) -> None:
+    """What a router or client has changed is not signed any more."""
+    params = hold(producer("mla_mtp", key=KEY), request(PROMPT, TO_REMOTE))
+    asked = request(PROMPT, params | {"ticket": "f" * 32})
+    scheduler = consumers("mla_mtp", shared_key=KEY)
+    scheduler.on_new_request(asked)
     assert scheduler.matched_tokens(asked, 0) == (0, False)

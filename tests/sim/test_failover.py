@@ -31,7 +31,6 @@ SHAPE = CacheShape(blocks=200, block_tokens=16)
 BYTES_PER_TOKEN = 2 * 64
 PATIENCE = 20.0
 STRIPE = HandoffConfig(replica_policy="stripe", stripe_min_bytes=4096, slice_bytes=4096)
-IMPATIENT = HandoffConfig(handshake_timeout=0.3, answer_timeout=0.3)
 
 
 @contextmanager
@@ -289,14 +288,14 @@ def test_asking_before_prefill_has_ended_waits_for_it() -> None:
 @pytest.mark.parametrize("known", [False, True], ids=["at first contact", "later"])
 def test_a_desk_that_cannot_be_reached_fails_the_pull_soon(known: bool) -> None:
     """The failure names the desk, on every rank; nothing is written."""
-    with engines(MemoryFabric().create, ParallelSizes(), config=IMPATIENT) as (p, d):
+    with engines(MemoryFabric().create, ParallelSizes()) as (p, d):
         if known:
             hand_off(p, d, 40, 1)
         params = p.prefill(40, 2)
         p.desk.close()
         d.submit(d.job(params, [1, 2, 3]))
         for rank, (result,) in enumerate(d.results()):
-            assert f"127.0.0.1:{p.desk.port} did not answer" in (result.failure or "")
+            assert f"127.0.0.1:{p.desk.port} cannot be reached" in (result.failure or "")
             assert result.seconds < 5
             assert (d.cache(rank).memory == MARKER).all()
 

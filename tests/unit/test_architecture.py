@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 PURE = {"model", "plan", "protocol", "lifecycle"}
 IMPURE = {"time", "threading", "logging", "random", "socket", "torch", "zmq", "vllm", "mooncake"}
 ONLY_IN = {
-    "zmq": ("channel.py",),
+    "zmq": ("channel/",),
     "mooncake": ("transport/mooncake.py",),
     "vllm": ("vllm/", "cli/"),
     "torch": ("vllm/", "cli/"),

@@ -55,6 +55,10 @@ def test_policies_are_known_by_name(policy: str) -> None:
         ("mooncake_protocol", None),
         ("handshake_timeout", -1),
         ("answer_timeout", []),
+        ("shared_key", 7),
+        ("shared_key", "k" * 1025),
+        ("prefill_hosts", "10.0.0.1"),
+        ("prefill_hosts", [7]),
     ],
 )
 def test_bad_values_are_refused_by_key(key: str, value: object) -> None:

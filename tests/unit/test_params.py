@@ -120,5 +120,5 @@ def test_hosts_that_are_something_else_are_refused(host: str) -> None:
 def test_params_hold_no_addresses_or_blocks() -> None:
     """They pass through clients: the fields are these, and a change here is thought about."""
     assert set(HandoffParams.__struct_fields__) == set(GOOD) | {
-        "prompt_digest", "version", "do_remote_prefill", "do_remote_decode",
+        "prompt_digest", "version", "do_remote_prefill", "do_remote_decode", "mac",
     }  # fmt: skip

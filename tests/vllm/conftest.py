@@ -9,10 +9,14 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvhandoff.protocol.trust import KEY_VARIABLE
 from tests.vllm import lab
 
 BLOCK_SIZE = {"mla": 16, "qwen3": 32, "gemma3": 32}
 """Of models where vLLM does not choose it."""
+
+KEYED = {"mla", "gemma3"}
+"""Models whose engines have a shared key; the others have none."""
 
 DTYPE = {"qwen3_next": "bfloat16"}
 """Of models whose CPU kernels do not take float32."""
@@ -33,7 +37,7 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             laboratory = lab.Lab(
                 home / "model",
                 home / "logs",
-                cpu_environment(),
+                cpu_environment() | ({KEY_VARIABLE: "a key of the tests"} if name in KEYED else {}),
                 BLOCK_SIZE.get(name),
                 DTYPE.get(name, "float32"),
             )

@@ -15,6 +15,7 @@ from kvhandoff.cli.servers import HOST, Server, free_port, http, vllm_server, wa
 from kvhandoff.cli.status import fetch_status
 from kvhandoff.ids import Endpoint
 from kvhandoff.protocol.messages import StatusReport
+from kvhandoff.protocol.trust import KEY_VARIABLE, Trust
 
 READY_SECONDS = 420.0
 NEW_TOKENS = 5
@@ -257,6 +258,12 @@ def wait_for(condition: Any, seconds: float, what: str) -> None:
 
 def settled(desk: Endpoint, server: Server, seconds: float = 15.0) -> StatusReport:
     """The desk's books once nothing is held and the engine's cache is empty."""
-    wait_for(lambda: fetch_status(desk).held == 0, seconds, "the desk holds nothing")
+    key = key_of(server)
+    wait_for(lambda: fetch_status(desk, key=key).held == 0, seconds, "the desk holds nothing")
     wait_for(lambda: kv_usage(server) == 0, seconds, "prefill engine's KV usage 0")
-    return fetch_status(desk)
+    return fetch_status(desk, key=key)
+
+
+def key_of(server: Server) -> bytes | None:
+    """The shared key that an engine was started with."""
+    return Trust(server.environment.get(KEY_VARIABLE, "")).key

@@ -81,7 +81,7 @@ def test_block_count_is_not_divided_by_pcp(engines: Engines) -> None:
     params = lab.prefill(engines.prefill, FIRST[10])
     assert len(FIRST[10]) == 65
     key = HeldKey(params["remote_request_id"], params["ticket"])
-    client = Client()
+    client = Client(key=lab.key_of(engines.prefill))
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
     try:
         client.ask(engines.desk, Open(key, "count", 0, 1), 10, answers.put)

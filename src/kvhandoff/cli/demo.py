@@ -8,6 +8,7 @@ have been read, and the prefill engine's cache is empty afterwards.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from kvhandoff.cli.status import fetch_status
 from kvhandoff.errors import UnsupportedSetup
 from kvhandoff.ids import Endpoint
 from kvhandoff.protocol.messages import PullRecord
+from kvhandoff.protocol.trust import KEY_VARIABLE, Trust
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -111,7 +113,9 @@ class Report:
         return found
 
 
-def run_demo(model: str, report_path: Path, workspace: Path, console: Console) -> bool:
+def run_demo(
+    model: str, report_path: Path, workspace: Path, console: Console, *, keyed: bool = True
+) -> bool:
     """Run the demo with one of the lab's models and write the report. True if all is well."""
     report = Report(model=model, prefill_context_parallel_size=2)
     with ExitStack() as stack:
@@ -123,6 +127,8 @@ def run_demo(model: str, report_path: Path, workspace: Path, console: Console) -
         )  # fmt: skip
         with _task(progress, f"make model {model}", 1) as advance:
             path, environment = _lab(model, workspace)
+            if keyed:
+                environment[KEY_VARIABLE] = secrets.token_hex(32)
             advance("ready")
         logs = workspace.parent / "logs"
         kv_port = free_port()
@@ -267,7 +273,7 @@ def _settle(prefill: Server, desk: Endpoint, report: Report, progress: Progress)
             if report.prefill_kv_usage_after == 0 or time.monotonic() > deadline:
                 break
             time.sleep(0.5)
-        status = fetch_status(desk)
+        status = fetch_status(desk, key=Trust(prefill.environment.get(KEY_VARIABLE, "")).key)
         advance(f"{status.counters.get('completed', 0)} completed, {status.held} held")
     report.expired = status.counters.get("expired", 0)
     for exchange in report.exchanges:

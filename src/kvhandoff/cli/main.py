@@ -16,6 +16,7 @@ except ImportError as error:
 
 from kvhandoff.cli.explain import explain
 from kvhandoff.errors import KVHandoffError
+from kvhandoff.protocol.trust import KEY_VARIABLE, Trust
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +45,7 @@ def demo(
     workspace: Annotated[Path, typer.Option(help="where made models are kept")] = Path(
         ".cache/models"
     ),
+    key: Annotated[bool, typer.Option(help="protect the control channel by a shared key")] = True,
 ) -> None:
     """Run a prefill engine with PCP 2, a decode engine and vllm-router on this CPU machine."""
     from rich.console import Console
@@ -56,7 +58,7 @@ def demo(
     for name in names:
         path = report if len(names) == 1 else report.with_stem(f"{report.stem}-{name}")
         try:
-            ok = run_demo(name, path, workspace, console) and ok
+            ok = run_demo(name, path, workspace, console, keyed=key) and ok
         except KVHandoffError as error:
             console.print(f"[bold red]{type(error).__name__}:[/] {error}", highlight=False)
             ok = False
@@ -66,6 +68,10 @@ def demo(
 @app.command()
 def status(
     endpoint: Annotated[str, typer.Argument(help="HOST:PORT of a prefill engine's desk")],
+    shared_key: Annotated[
+        str,
+        typer.Option(envvar=KEY_VARIABLE, help="The engine's shared_key, if it has one."),
+    ] = "",
 ) -> None:
     """Show what a prefill engine holds, and how its latest requests fared."""
     from rich.console import Console
@@ -74,7 +80,7 @@ def status(
 
     console = Console()
     try:
-        show_status(fetch_status(parse_endpoint(endpoint)), console)
+        show_status(fetch_status(parse_endpoint(endpoint), key=Trust(shared_key).key), console)
     except KVHandoffError as error:
         console.print(f"[bold red]{type(error).__name__}:[/] {error}", highlight=False)
         raise typer.Exit(1) from None

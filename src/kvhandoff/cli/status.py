@@ -22,14 +22,16 @@ def parse_endpoint(text: str) -> Endpoint:
     return Endpoint(host.strip("[]"), int(port))
 
 
-def fetch_status(endpoint: Endpoint, timeout: float = 5.0) -> StatusReport:
+def fetch_status(
+    endpoint: Endpoint, timeout: float = 5.0, *, key: bytes | None = None
+) -> StatusReport:
     """Ask a desk for its books.
 
     Raises:
         PeerUnreachable, ProtocolError: if it does not answer, or not with a report.
     """
     answers: queue.SimpleQueue[Answer | KVHandoffError] = queue.SimpleQueue()
-    client = Client("kvhandoff-status")
+    client = Client("kvhandoff-status", key=key)
     try:
         client.ask(endpoint, Status(), timeout, answers.put)
         answer = answers.get()

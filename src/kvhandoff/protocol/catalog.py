@@ -7,9 +7,12 @@ is in the catalog, and :func:`kvhandoff.plan.routing.cover` decides about it.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvhandoff.errors import IncompatiblePeer, ProtocolError
+from kvhandoff.ids import MAX_NAME_LENGTH, MAX_READERS
 from kvhandoff.model.layout import WorkerLayout
 from kvhandoff.model.topology import ParallelSizes
 
@@ -62,12 +65,12 @@ class Catalog(
 ):  # fmt: skip
     """A whole producer engine, as sent to a consumer."""
 
-    engine: str
-    incarnation: str
+    engine: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+    incarnation: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
     fingerprint: Fingerprint
     sizes: ParallelSizes
-    lease: float
-    workers: tuple[WorkerLayout, ...]
+    lease: Annotated[float, msgspec.Meta(ge=0, le=86400)]
+    workers: Annotated[tuple[WorkerLayout, ...], msgspec.Meta(max_length=MAX_READERS)]
 
     def check(self) -> None:
         """Refuse a catalog whose parts do not fit together (it comes from the network).

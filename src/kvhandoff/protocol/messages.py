@@ -33,6 +33,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Blocks = Annotated[tuple[list[BlockId], ...], msgspec.Meta(max_length=1024)]
 
 Verdict: TypeAlias = Literal["held", "expired", "released", "unknown"]
 """What a desk says about a request: ``held`` is the only one after which bytes may be used."""
@@ -77,14 +80,14 @@ class PullReport(msgspec.Struct, frozen=True):
     Times are in seconds; ``sources`` are the ranks read from.
     """
 
-    replica: int = 0
-    sources: Annotated[list[int], msgspec.Meta(max_length=MAX_READERS)] = []
-    nbytes: int = 0
-    descriptors: int = 0
-    open_seconds: float = 0.0
-    plan_seconds: float = 0.0
-    read_seconds: float = 0.0
-    failovers: int = 0
+    replica: Number = 0
+    sources: Annotated[list[Number], msgspec.Meta(max_length=MAX_READERS)] = []
+    nbytes: Number = 0
+    descriptors: Number = 0
+    open_seconds: Seconds = 0.0
+    plan_seconds: Seconds = 0.0
+    read_seconds: Seconds = 0.0
+    failovers: Number = 0
 
 
 class Complete(Message, frozen=True, tag="complete"):
@@ -118,10 +121,10 @@ class Opened(Message, frozen=True, tag="opened"):
         lease: seconds for which the request is kept without hearing from a consumer.
     """
 
-    incarnation: str
-    blocks: tuple[list[int], ...]
-    tokens: int
-    lease: float
+    incarnation: Name
+    blocks: Blocks
+    tokens: Number
+    lease: Seconds
 
 
 class Renewed(Message, frozen=True, tag="renewed"):

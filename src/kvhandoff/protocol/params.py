@@ -8,7 +8,9 @@ checked like anything else that a stranger may have written. vLLM's core reads
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
@@ -34,6 +36,7 @@ class HandoffParams(msgspec.Struct, frozen=True):
         remote_lease: seconds for which the request is held without hearing from a consumer.
         prompt_digest: digest of the prompt that was prefilled; a consumer whose own prompt has
             another one computes locally. Empty where a prompt has no tokens (embeddings).
+        mac: proves that an engine with the shared key wrote all the rest; empty without a key.
     """
 
     remote_engine_id: _Name
@@ -48,6 +51,7 @@ class HandoffParams(msgspec.Struct, frozen=True):
     version: int = PARAMS_VERSION
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
+    mac: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -68,6 +72,19 @@ class HandoffParams(msgspec.Struct, frozen=True):
     def proof(self) -> Ticket:
         """The ticket."""
         return Ticket(self.ticket)
+
+    def signed(self, key: bytes) -> HandoffParams:
+        """The same, with the proof that somebody who has the shared key wrote it."""
+        return msgspec.structs.replace(self, mac=self._mac(key))
+
+    def is_signed(self, key: bytes) -> bool:
+        """Whether somebody who has the shared key wrote this."""
+        return hmac.compare_digest(self.mac, self._mac(key))
+
+    def _mac(self, key: bytes) -> str:
+        content = msgspec.msgpack.encode(msgspec.structs.replace(self, mac=""))
+        derived = blake2b(key, digest_size=32, person=b"kvh:params").digest()
+        return blake2b(content, digest_size=16, key=derived).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """As the producer returns them."""

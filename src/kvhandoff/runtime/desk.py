@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from kvhandoff.channel import ReplyAddress, Server
-from kvhandoff.errors import IncompatiblePeer, ProtocolError, UnsupportedSetup
+from kvhandoff.errors import IncompatiblePeer, ProtocolError, ThreadDied
 from kvhandoff.ids import Endpoint, Incarnation, RequestId
 from kvhandoff.lifecycle.ledger import Effect, Free, Holding, Ledger, Reply
 from kvhandoff.protocol.catalog import Catalog, check_compatible
@@ -42,9 +42,12 @@ class Desk:
         bind: where to listen.
         catalog: the engine, as described to consumers.
         max_hold: see :class:`~kvhandoff.config.HandoffConfig`.
+        key: the shared key, without which nobody is served; None serves everybody.
     """
 
-    def __init__(self, bind: Endpoint, catalog: Catalog, *, max_hold: float) -> None:
+    def __init__(
+        self, bind: Endpoint, catalog: Catalog, *, max_hold: float, key: bytes | None = None
+    ) -> None:
         self._catalog = catalog
         self._ledger = Ledger(
             Incarnation(catalog.incarnation), lease=catalog.lease, max_hold=max_hold
@@ -53,7 +56,7 @@ class Desk:
         self._free: deque[RequestId] = deque()
         self._stopping = False
         self._death: BaseException | None = None
-        self._server = Server(bind)
+        self._server = Server(bind, key)
         self.port = self._server.port
         self._thread = threading.Thread(target=self._run, name="kvhandoff-desk", daemon=True)
         self._thread.start()
@@ -76,11 +79,11 @@ class Desk:
         """Requests that may be freed, each named once.
 
         Raises:
-            UnsupportedSetup: if the desk's thread has died; the worker has to go with it, as
+            ThreadDied: if the desk's thread has died; the worker has to go with it, as
                 nobody could be served any more.
         """
         if self._death is not None:
-            raise UnsupportedSetup(f"the desk of this engine stopped: {self._death!r}")
+            raise ThreadDied(f"the desk of this engine stopped: {self._death!r}")
         free: set[RequestId] = set()
         while self._free:
             free.add(self._free.popleft())

@@ -20,6 +20,7 @@ from kvhandoff.plan.pieces import Slicing, cut
 from kvhandoff.plan.routing import Part, cover, holder_order
 from kvhandoff.protocol.catalog import Catalog, Fingerprint
 from kvhandoff.protocol.messages import Answer, Hello, Refused
+from kvhandoff.protocol.trust import Trust
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +107,14 @@ class Peers:
         fingerprint: Fingerprint,
         timeout: float,
         post: Callable[[Callable[[], None]], None],
+        trust: Trust,
     ) -> None:
         self._client = client
         self._layout = layout
         self._hello = Hello(engine, fingerprint)
         self._timeout = timeout
         self._post = post
+        self._trust = trust
         self._known: OrderedDict[Place, Peer] = OrderedDict()
         self._waiting: dict[Place, list[OnPeer]] = {}
 
@@ -171,6 +174,7 @@ class Peers:
             )
         try:
             result.check()
+            self._trust.check_catalog(result)
             return Peer(result, self._layout)
         except KVHandoffError as error:
             return error

@@ -25,7 +25,7 @@ from kvhandoff.errors import (
     KVHandoffError,
     PeerUnreachable,
     ProtocolError,
-    UnsupportedSetup,
+    ThreadDied,
 )
 from kvhandoff.ids import EngineId, PullId, Rank, Reader
 from kvhandoff.lifecycle.pull import Ask, Connect, Effect, Ended, Finish, Pull, Read
@@ -46,6 +46,7 @@ from kvhandoff.protocol.messages import (
     Request,
 )
 from kvhandoff.protocol.params import HandoffParams
+from kvhandoff.protocol.trust import Trust
 from kvhandoff.runtime.margins import Clear, Margins, clear_host_memory
 from kvhandoff.runtime.peers import Peer, Peers, Work
 from kvhandoff.runtime.reads import Limits, Reads
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = (0.0002, 0.005)
 """Shortest and longest pause between two looks at reads under way."""
+
+_LONGEST_PREFILL_STEP = 120.0
+"""Seconds. Parameters leave a prefill engine during a step, its desk hears of them after it."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +160,16 @@ class Puller:
         self._margins = Margins(layout, clear)
         self._results: deque[PullResult] = deque()
         self._death: BaseException | None = None
-        self._client = Client()
+        trust = Trust(config.shared_key, config.prefill_hosts)
+        self._client = Client(key=trust.key)
         self._peers = Peers(
-            self._client, layout, engine, fingerprint, config.handshake_timeout, self._events.put
+            self._client,
+            layout,
+            engine,
+            fingerprint,
+            config.handshake_timeout,
+            self._events.put,
+            trust,
         )
         self._thread_init = thread_init
         limits = Limits(
@@ -181,10 +192,11 @@ class Puller:
         """Pulls that have ended since the last call.
 
         Raises:
-            UnsupportedSetup: if the puller's thread has died: requests would wait forever.
+            ThreadDied: if the puller's or its client's has: requests would wait forever.
         """
         if self._death is not None:
-            raise UnsupportedSetup(f"the puller of this worker stopped: {self._death!r}")
+            raise ThreadDied(f"the puller of this worker stopped: {self._death!r}")
+        self._client.require_alive()
         results = []
         while self._results:
             results.append(self._results.popleft())
@@ -265,26 +277,35 @@ class Puller:
         stale = active.peer.catalog.incarnation if fresh and active.peer else ""
 
         def on_peer(found: Peer | KVHandoffError) -> None:
-            if isinstance(found, KVHandoffError):
-                self._do(active, active.machine.failed(str(found)))
-                return
-            active.peer = found
-            try:
-                active.work = found.work(
-                    active.job.spans,
-                    request=params.remote_request_id,
-                    replica=active.job.replica,
-                    reader=self._reader.number,
-                    slicing=self._slicing,
-                    stripe=self._config.replica_policy == "stripe",
-                )
-            except KVHandoffError as error:  # a holder that is not like the others of its part
-                self._do(active, active.machine.failed(str(error)))
-                return
-            shares = [work.share for work in active.work]
-            self._do(active, active.machine.connected(found.catalog.incarnation, shares))
+            self._serve(active, lambda: self._connected(active, found))
 
         self._peers.get((params.endpoint, params.engine), on_peer, stale=stale)
+
+    def _serve(self, active: _Active, event: Callable[[], list[Effect]]) -> None:
+        """What a peer has sent may cost the pull that it is about, and nothing else."""
+        try:
+            effects = event()
+        except KVHandoffError as error:
+            effects = active.machine.failed(str(error))
+        except Exception as error:  # the pull has to end, whatever happened
+            logger.exception("what was sent for %s cannot be used", active.job.request)
+            effects = active.machine.failed(f"{type(error).__name__}: {error}")
+        self._do(active, effects)
+
+    def _connected(self, active: _Active, found: Peer | KVHandoffError) -> list[Effect]:
+        if isinstance(found, KVHandoffError):
+            return active.machine.failed(str(found))
+        active.peer = found
+        active.work = found.work(
+            active.job.spans,
+            request=active.job.params.remote_request_id,
+            replica=active.job.replica,
+            reader=self._reader.number,
+            slicing=self._slicing,
+            stripe=self._config.replica_policy == "stripe",
+        )
+        shares = [work.share for work in active.work]
+        return active.machine.connected(found.catalog.incarnation, shares)
 
     def _ask(self, active: _Active, request: Request) -> None:
         """Ask the desk; what it answers comes back as an event. Asking twice does no harm there."""
@@ -294,12 +315,15 @@ class Puller:
                 active.retries += 1
                 self._ask(active, request)
             else:
-                self._do(active, self._answered(active, result))
+                self._serve(active, lambda: self._answered(active, result))
 
+        timeout = self._config.answer_timeout
+        if isinstance(request, Open):  # the desk answers when it hears that prefill has ended
+            timeout = max(timeout, min(active.job.params.remote_lease, _LONGEST_PREFILL_STEP))
         self._client.ask(
             active.job.params.endpoint,
             request,
-            self._config.answer_timeout,
+            timeout,
             lambda result: self._events.put(lambda: answered(result)),
         )
 

@@ -22,6 +22,8 @@ from kvhandoff.protocol.params import HandoffParams
 logger = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 3
+MIN_INTERVAL = 1.0
+"""Seconds; the lease comes from the network."""
 
 
 @dataclass
@@ -35,9 +37,16 @@ class _Kept:
 class Renewer:
     """Renews what it is told to :meth:`keep` until :meth:`stop` or :meth:`release`."""
 
-    def __init__(self, answer_timeout: float) -> None:
+    def __init__(
+        self,
+        answer_timeout: float,
+        *,
+        key: bytes | None = None,
+        min_interval: float = MIN_INTERVAL,
+    ) -> None:
         self._timeout = answer_timeout
-        self._client = Client("kvhandoff-renewer-client")
+        self._min_interval = min_interval
+        self._client = Client("kvhandoff-renewer-client", key=key)
         self._kept: dict[Ticket, _Kept] = {}
         self._lost: set[Ticket] = set()
         self._change = threading.Condition()
@@ -51,7 +60,7 @@ class Renewer:
     def keep(self, params: HandoffParams) -> None:
         """Renew this request from now on, for the first time at once: it may have waited long in
         a queue in front of this engine's scheduler."""
-        interval = params.remote_lease / RENEWALS_PER_LEASE
+        interval = max(params.remote_lease / RENEWALS_PER_LEASE, self._min_interval)
         with self._change:
             self._kept[params.proof] = _Kept(
                 HeldKey(params.remote_request_id, params.ticket),
@@ -113,7 +122,8 @@ class Renewer:
         batches: dict[Endpoint, list[HeldKey]] = defaultdict(list)
         due_endpoints = {kept.endpoint for kept in self._kept.values() if kept.due <= now}
         for kept in self._kept.values():
-            if kept.endpoint in due_endpoints:  # whoever shares the message is renewed with it
+            # Whoever is due soon shares the message; whoever was renewed just now does not.
+            if kept.endpoint in due_endpoints and kept.due <= now + kept.interval / 2:
                 kept.due = now + kept.interval
                 batches[kept.endpoint].append(kept.key)
         return batches

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvhandoff.config import parse_config
 from kvhandoff.vllm import introspect
 from kvhandoff.vllm.metadata import DeskAddress, StepMetadata
 from kvhandoff.vllm.scheduler import ConsumerScheduler, ProducerScheduler
@@ -59,7 +58,7 @@ class KVHandoffConnector(KVConnectorBase_V1, SupportsHMA):
         introspect.require_supported(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        config = parse_config(transfer.kv_connector_extra_config)
+        config = introspect.settings(vllm_config)
         produces = transfer.kv_role == "kv_producer"
         if role is KVConnectorRole.SCHEDULER:
             scheduler = ProducerScheduler if produces else ConsumerScheduler
@@ -152,7 +151,6 @@ class KVHandoffConnector(KVConnectorBase_V1, SupportsHMA):
         """Exactly one worker of a producer, the one with the desk, has sent something."""
         for address in metadata.values():
             if isinstance(address, DeskAddress) and isinstance(self.scheduler, ProducerScheduler):
-                logger.info("kvhandoff desk of engine %s: %s", address.engine, address.endpoint)
                 self.scheduler.set_desk(address)
 
     def on_new_request(self, request: Request) -> None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvhandoff.config import HandoffConfig
+from kvhandoff.config import HandoffConfig, parse_config
 from kvhandoff.errors import UnsupportedSetup
 from kvhandoff.model.layout import Segment
 from kvhandoff.model.rules import require_role
 from kvhandoff.model.topology import Coordinate, ParallelSizes
 from kvhandoff.plan.descriptors import Descriptors
 from kvhandoff.protocol.catalog import Fingerprint
+from kvhandoff.protocol.trust import KEY_VARIABLE
 from kvhandoff.runtime.margins import Clear, clear_host_memory
 
 if TYPE_CHECKING:
@@ -32,6 +33,19 @@ if TYPE_CHECKING:
 
 _VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Keys of a model's configuration that may differ between hosts that serve the same model."""
+
+
+def settings(vllm_config: VllmConfig) -> HandoffConfig:
+    """This package's settings, from vLLM's configuration and the environment.
+
+    Raises:
+        UnsupportedSetup: for a setting that is unknown or mistyped.
+    """
+    transfer = vllm_config.kv_transfer_config
+    extra = {} if transfer is None else dict(transfer.kv_connector_extra_config)
+    if key := os.environ.get(KEY_VARIABLE):
+        extra.setdefault("shared_key", key)
+    return parse_config(extra)
 
 
 def parallel_sizes(vllm_config: VllmConfig) -> ParallelSizes:

@@ -20,6 +20,7 @@ from kvhandoff.lifecycle.ledger import Holding
 from kvhandoff.plan.needs import margins, spans
 from kvhandoff.plan.replicas import ReplicaChooser
 from kvhandoff.protocol.params import HandoffParams, parse_params
+from kvhandoff.protocol.trust import Trust
 from kvhandoff.runtime.puller import PullJob
 from kvhandoff.runtime.renewer import Renewer
 from kvhandoff.vllm import layers
@@ -56,6 +57,7 @@ class ProducerScheduler:
         found = layers.needs(kv_cache_config, self._sizes.dcp)
         self._left_over = layers.last_tokens(vllm_config, found)
         self._lease = config.lease
+        self._key = Trust(config.shared_key).key
         self._desk: DeskAddress | None = None
         self._announced: set[RequestId] = set()
         self._shortened: set[RequestId] = set()
@@ -128,7 +130,7 @@ class ProducerScheduler:
             ticket=ticket,
             prompt_digest=prompt_digest(request, tokens),
         )
-        return True, params.to_dict()
+        return True, (params if self._key is None else params.signed(self._key)).to_dict()
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """Freed blocks are the core's business."""
@@ -174,8 +176,21 @@ class ConsumerScheduler:
         self._owner: dict[Ticket, str] = {}
         self._used: OrderedDict[Ticket, None] = OrderedDict()
         self._replicas = ReplicaChooser(config.replica_policy)
-        self._renewer = Renewer(config.answer_timeout)
+        self._trust = Trust(config.shared_key, config.prefill_hosts)
+        self._renewer = Renewer(config.answer_timeout, key=self._trust.key)
         self._news = StepMetadata()
+        logger.info(
+            "decode engine: replica policy %s, %s",
+            config.replica_policy,
+            "with a shared key"
+            if self._trust.key is not None
+            else f"no shared key, prefill hosts: {', '.join(config.prefill_hosts) or 'any'}",
+        )
+        if self._trust.is_open:
+            logger.warning(
+                "whoever reaches this engine's HTTP port can make it read KV from any host: set "
+                "shared_key or prefill_hosts, or let a router in front drop kv_transfer_params"
+            )
 
     def on_new_request(self, request: Request) -> None:
         """From now on its lease is renewed."""
@@ -183,6 +198,7 @@ class ConsumerScheduler:
             return
         try:
             params = parse_params(request.kv_transfer_params or {})
+            self._trust.check_params(params)
         except ProtocolError as error:
             logger.warning("%s is computed here: %s", request.request_id, error)
             return

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvhandoff.config import HandoffConfig
@@ -14,6 +16,7 @@ from kvhandoff.errors import UnsupportedSetup
 from kvhandoff.ids import Endpoint, EngineId, Reader
 from kvhandoff.model.layout import WorkerLayout
 from kvhandoff.protocol.catalog import Catalog
+from kvhandoff.protocol.trust import Trust
 from kvhandoff.runtime.desk import Desk
 from kvhandoff.runtime.puller import Puller
 from kvhandoff.transport.base import Transport
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Worker:
@@ -93,7 +99,6 @@ class ProducerWorker(_Worker):
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Collective: all workers of the engine call this together."""
         _, layout = self._register_memory(kv_caches)
-        transfer = self._vllm_config.kv_transfer_config
         sizes = introspect.parallel_sizes(self._vllm_config)
         workers = introspect.gather(layout)
         if sizes.rank(layout.at) != 0:
@@ -107,15 +112,42 @@ class ProducerWorker(_Worker):
             workers=tuple(workers),
         )
         catalog.check()
+        self._desk = self._open_desk(catalog)
         host = introspect.advertised_host(self._config)
+        self.desk_address = DeskAddress(Endpoint(host, self._desk.port), catalog.engine)
+        logger.info(
+            "prefill engine %s: desk at %s, Mooncake over %s, %d replicas, lease %g s, %s",
+            catalog.engine,
+            self.desk_address.endpoint,
+            self._config.mooncake_protocol,
+            sizes.replicas,
+            catalog.lease,
+            "with a shared key" if self._config.shared_key else "no shared key",
+        )
+
+    def _open_desk(self, catalog: Catalog) -> Desk:
+        """On the port that was asked for; vLLM's default one is a wish, as it is all engines'."""
+        config = self._config
+        transfer = self._vllm_config.kv_transfer_config
+        bind_host = config.bind_host or introspect.advertised_host(config)
         dp_rank = self._vllm_config.parallel_config.data_parallel_index
         port = transfer.kv_port + dp_rank if transfer.kv_port else 0
-        self._desk = Desk(
-            Endpoint(self._config.bind_host or host, port),
-            catalog,
-            max_hold=self._config.max_hold,
-        )
-        self.desk_address = DeskAddress(Endpoint(host, self._desk.port), catalog.engine)
+
+        def open_at(port: int) -> Desk:
+            return Desk(
+                Endpoint(bind_host, port),
+                catalog,
+                max_hold=config.max_hold,
+                key=Trust(config.shared_key).key,
+            )
+
+        try:
+            return open_at(port)
+        except UnsupportedSetup as error:
+            if transfer.kv_port != KVTransferConfig.kv_port:
+                raise
+            logger.info("vLLM's default kv_port is not used by this desk: %s", error)
+            return open_at(0)
 
     def enter(self, news: StepMetadata) -> None:
         """Take note of a step's news, before its forward: readers may be asking already."""
