@@ -32,7 +32,7 @@ from tests.oracle import (
 )
 
 HOST = "127.0.0.1"
-FINGERPRINT = Fingerprint("model", "tiny", "float32", "auto", "layers")
+FINGERPRINT = Fingerprint("model", "tiny", "weights", "float32", "auto", "layers")
 MakeTransport = Callable[[], Transport]
 
 _numbers = itertools.count()

@@ -19,8 +19,8 @@ from kvhandoff.config import HandoffConfig
 from kvhandoff.ids import Endpoint, EngineId
 from kvhandoff.model.topology import ParallelSizes
 from kvhandoff.plan.pairing import Span
-from kvhandoff.vllm.introspect import prompt_digest
 from kvhandoff.vllm.metadata import DeskAddress
+from kvhandoff.vllm.sameness import prompt_digest
 from kvhandoff.vllm.scheduler import ConsumerScheduler, ProducerScheduler
 from tests.sim.vllm_models import MODELS, allocate
 

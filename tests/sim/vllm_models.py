@@ -284,6 +284,12 @@ class Backend:
         return self.name
 
 
+def _usual_backend(spec: KVCacheSpec) -> str:
+    if isinstance(spec, SlidingWindowMLASpec):
+        return "CompressorBackend" if spec.dtype == F32 else "DEEPSEEK_SPARSE_SWA"
+    return "FLASHMLA" if isinstance(spec, MLAAttentionSpec) else "FLASH_ATTN"
+
+
 def vllm_config(model: Model, sizes: ParallelSizes, blocks: int) -> Any:
     """As much of a ``VllmConfig`` as vLLM's allocator and kvhandoff look at."""
     cache = CacheConfig(block_size=16)
@@ -319,10 +325,10 @@ def vllm_config(model: Model, sizes: ParallelSizes, blocks: int) -> Any:
             use_eagle_block_drop=lambda: False,
             method="draft_model",
         )
-    names = model.specs(sizes.tp)
     config.compilation_config = SimpleNamespace(
         static_forward_context={
-            name: Backend(model.backends.get(name, "FLASH_ATTN")) for name in names
+            name: Backend(model.backends.get(name, _usual_backend(spec)))
+            for name, spec in model.specs(sizes.tp).items()
         }
     )
     return config

@@ -11,7 +11,7 @@ from kvhandoff.model.topology import ParallelSizes
 from kvhandoff.protocol.catalog import Catalog, Fingerprint, check_compatible
 from tests.oracle import CacheShape, ModelShape, make_engine
 
-OURS = Fingerprint("model-1", "tiny", "float32", "auto", "layers-1")
+OURS = Fingerprint("model-1", "tiny", "weights-1", "float32", "auto", "layers-1")
 
 
 def changed(**fields: str) -> Fingerprint:
@@ -28,9 +28,10 @@ def test_equal_fingerprints_are_compatible() -> None:
     ("field", "value", "setting"),
     [
         ("model", "model-2", "same model and revision"),
+        ("weights", "weights-2", "same weights"),
         ("dtype", "bfloat16", "--dtype"),
         ("cache_dtype", "fp8", "--kv-cache-dtype"),
-        ("layers", "layers-2", "attention backend and speculative decoding"),
+        ("layers", "layers-2", "speculative decoding settings and draft model"),
     ],
 )
 def test_each_difference_is_named(field: str, value: str, setting: str) -> None:

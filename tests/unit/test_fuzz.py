@@ -41,7 +41,7 @@ from tests.profiles import examples
 
 HOST = "127.0.0.1"
 PATIENCE = 20.0
-FINGERPRINT = Fingerprint("model", "tiny", "float32", "auto", "layers")
+FINGERPRINT = Fingerprint("model", "tiny", "weights", "float32", "auto", "layers")
 KEY = HeldKey("request", "0" * 32)
 
 VALID = [

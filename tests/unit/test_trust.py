@@ -93,7 +93,7 @@ def test_hosts_are_names_addresses_and_networks(
 
 def catalog(session: str) -> Catalog:
     workers = (WorkerLayout(Coordinate(0, 0, 0), session, (), ()),)
-    fingerprint = Fingerprint("m", "m", "d", "c", "l")
+    fingerprint = Fingerprint("m", "m", "w", "d", "c", "l")
     return Catalog("p", "life", fingerprint, ParallelSizes(), 30.0, workers)
 
 

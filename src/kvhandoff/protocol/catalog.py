@@ -23,13 +23,15 @@ class Fingerprint(msgspec.Struct, frozen=True):
     Attributes:
         model: digest of the model's configuration (not its path, which may differ by host).
         model_name: for messages; not compared.
+        weights: digest of the weight files, or the model's name where there are none.
         dtype: of the activations, which decides the cache's under ``cache_dtype`` "auto".
         cache_dtype: ``--kv-cache-dtype``.
-        layers: digest of (name, kind, heads, bytes per token) of every layer's cache.
+        layers: digest of what else decides about the layers that have a cache: the draft model.
     """
 
     model: str
     model_name: str
+    weights: str
     dtype: str
     cache_dtype: str
     layers: str
@@ -37,9 +39,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 _SETTING = {
     "model": "serve the same model and revision on both",
+    "weights": "serve the same weights on both",
     "dtype": "use the same --dtype on both",
     "cache_dtype": "use the same --kv-cache-dtype on both",
-    "layers": "use the same attention backend and speculative decoding settings on both",
+    "layers": "use the same speculative decoding settings and draft model on both",
 }
 
 

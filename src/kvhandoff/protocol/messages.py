@@ -6,7 +6,7 @@ found to be ours, and into exactly the types below: nothing is ever unpickled, a
 not fit costs its sender an answer of :class:`Refused`.
 
 Version log:
-    1   first version.
+    1   first version; its messages may change until 0.1.0 is released.
 """
 
 from __future__ import annotations

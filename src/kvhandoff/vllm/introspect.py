@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """From vLLM's configuration to the model of this package.
 
-All knowledge of vLLM's private shapes is here and in ``layers.py``, so that a new vLLM release is
-read in these two.
+All knowledge of vLLM's private shapes is here, in ``layers.py`` and in ``sameness.py``, so that a
+new vLLM release is read in these.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvhandoff.config import HandoffConfig, parse_config
 from kvhandoff.errors import UnsupportedSetup
@@ -22,17 +18,12 @@ from kvhandoff.model.layout import Segment
 from kvhandoff.model.rules import require_role
 from kvhandoff.model.topology import Coordinate, ParallelSizes
 from kvhandoff.plan.descriptors import Descriptors
-from kvhandoff.protocol.catalog import Fingerprint
 from kvhandoff.protocol.trust import KEY_VARIABLE
 from kvhandoff.runtime.margins import Clear, clear_host_memory
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.request import Request
-
-_VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"}
-"""Keys of a model's configuration that may differ between hosts that serve the same model."""
 
 
 def settings(vllm_config: VllmConfig) -> HandoffConfig:
@@ -69,6 +60,14 @@ def require_supported(vllm_config: VllmConfig) -> None:
     if transfer is None:
         raise UnsupportedSetup("kvhandoff needs --kv-transfer-config")
     require_role(transfer.kv_role, parallel_sizes(vllm_config))
+    if vllm_config.model_config.enable_sleep_mode:
+        raise UnsupportedSetup.because(
+            "an engine whose cache is read by others, or reads into it, cannot sleep",
+            found="--enable-sleep-mode",
+            expected="a cache that stays where it is: after waking up, other memory is behind the "
+            "addresses that peers and network cards know",
+            change="remove --enable-sleep-mode",
+        )
 
 
 def coordinate() -> Coordinate:
@@ -121,42 +120,6 @@ def segments(kv_caches: Mapping[str, torch.Tensor]) -> tuple[Segment, ...]:
         for view in kv_caches.values()
     }
     return tuple(Segment(base, length) for base, length in sorted(storages))
-
-
-def fingerprint(vllm_config: VllmConfig) -> Fingerprint:
-    """What has to be equal on both sides, from configuration alone (so all ranks agree)."""
-    model = vllm_config.model_config
-    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _VOLATILE}
-    speculative = vllm_config.speculative_config
-    draft = "" if speculative is None else f"{speculative.method}:{speculative.model}"
-    return Fingerprint(
-        model=_digest({"config": config, "revision": model.revision}),
-        model_name=str(model.model),
-        dtype=str(model.dtype),
-        cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        layers=_digest({"draft": draft, "mla": model.use_mla}),
-    )
-
-
-def _digest(facts: object) -> str:
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def prompt_digest(request: Request, tokens: int) -> str:
-    """Digest of what the first ``tokens`` tokens of a prompt are; empty for prompt embeddings.
-
-    Images count by their content hash and adapters by name, as their tokens alone do not tell.
-    """
-    if request.prompt_token_ids is None:
-        return ""
-    ids = np.asarray(request.prompt_token_ids[:tokens], dtype=np.int64)
-    digest = blake2b(ids.tobytes(), digest_size=16)
-    for feature in request.mm_features or ():
-        digest.update(f"{feature.mm_position.offset}:{feature.identifier};".encode())
-    if request.lora_request is not None:
-        digest.update(request.lora_request.lora_name.encode())
-    return digest.hexdigest()
 
 
 def accelerator_init() -> Any:

@@ -16,14 +16,11 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RSWASpec,
-    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     SparseCacheRole,
@@ -45,7 +42,29 @@ CELL_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTE
 """Backends that store a head's token where the strides of the view say, K beside V. Any other
 backend's rows are moved whole."""
 
-_UNMOVED = (CrossAttentionSpec, EncoderOnlyAttentionSpec, RSWASpec, SinkFullAttentionSpec)
+CELL_MLA_BACKENDS = frozenset(
+    {
+        # Written by MLAAttention for all of these (concat_and_cache_mla: slot times entry size).
+        "FLASHMLA", "FLASHMLA_SPARSE", "CUTLASS_MLA", "TRITON_MLA", "FLASH_ATTN_MLA",
+        "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE",
+        # Written by themselves, in the same way (cpu_mla.py, amx_mla_concat_and_cache).
+        "CPU_MLA", "AMX_MLA",
+        # DeepSeek V4's compressor states: a row of partial sums for each token of its window
+        # (save_partial_states).
+        "CompressorBackend",
+    }
+)  # fmt: skip
+"""Backends that store one dense row for each token's latent: ``fp8_ds_mla`` and ``nvfp4_ds_mla``
+are such rows, too, of 656 and 352 bytes. Read in vLLM 0.32's sources."""
+
+MOVED = frozenset(
+    {
+        FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec,
+        ChunkedLocalAttentionSpec, CircularBufferSpec, MambaSpec,
+    }
+)  # fmt: skip
+"""Exactly these; a kind that vLLM derives from one of them is refused until somebody has looked."""
+
 _DRAFT = re.compile(r"(^|\.)(draft_model|mtp|eagle|eagle_head|mtp_block)(\.|$)")
 _RING_BLOCK = 1 << 40
 """Tokens of a block that holds the ring of a request for all of its life."""
@@ -75,12 +94,7 @@ def _need(group: KVCacheGroupSpec, dcp: int) -> Need:
 
 def _require_moved(group: KVCacheGroupSpec) -> None:
     for spec in iter_layer_specs(group.kv_cache_spec):
-        if (
-            isinstance(spec, _UNMOVED)
-            or not isinstance(spec, AttentionSpec | MambaSpec)
-            or not group.enable_kv_transfer
-            or group.host_resident
-        ):
+        if type(spec) not in MOVED or not group.enable_kv_transfer or group.host_resident:
             raise UnsupportedSetup.because(
                 f"the cache of layer {group.layer_names[0]!r} is of a kind that is not moved",
                 found=type(spec).__name__ + (" in host memory" if group.host_resident else ""),
@@ -225,9 +239,10 @@ def _is_draft(vllm_config: VllmConfig, name: str, group: KVCacheGroupSpec) -> bo
 def _row_format(vllm_config: VllmConfig, place: Place, spec: AttentionSpec) -> str:
     """See :attr:`LayerLayout.format`."""
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
-        if not _packs_rows(spec):
+        backend, _ = _backend(vllm_config, place.name)
+        if backend in CELL_MLA_BACKENDS and not _packs_rows(spec):
             return ""
-        return f"{_backend(vllm_config, place.name)[0]}/{spec.state_content_size_bytes}"
+        return f"{backend}/{spec.state_content_size_bytes}"
     backend, unit = _backend(vllm_config, place.name)
     if spec.num_head_slots not in (None, spec.num_kv_heads):
         return f"{backend}/{spec.num_head_slots} slots/tp {place.tp_size}"

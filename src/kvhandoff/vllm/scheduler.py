@@ -24,8 +24,9 @@ from kvhandoff.protocol.trust import Trust
 from kvhandoff.runtime.puller import PullJob
 from kvhandoff.runtime.renewer import Renewer
 from kvhandoff.vllm import layers
-from kvhandoff.vllm.introspect import parallel_sizes, prompt_digest
+from kvhandoff.vllm.introspect import parallel_sizes
 from kvhandoff.vllm.metadata import DeskAddress, StepMetadata
+from kvhandoff.vllm.sameness import prompt_digest, warn_of_unhashed_images
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,6 +59,7 @@ class ProducerScheduler:
         self._left_over = layers.last_tokens(vllm_config, found)
         self._lease = config.lease
         self._key = Trust(config.shared_key).key
+        warn_of_unhashed_images(vllm_config)
         self._desk: DeskAddress | None = None
         self._announced: set[RequestId] = set()
         self._shortened: set[RequestId] = set()
@@ -107,8 +109,10 @@ class ProducerScheduler:
         self._announced.discard(request_id)
         self._shortened.discard(request_id)
         tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
+        digest = prompt_digest(request, tokens)
         if not (
             _wants(request, "do_remote_decode")
+            and digest
             and request.status in _COMPLETE_PREFILL
             and (computed == tokens or (computed > tokens and not self._left_over))
         ):
@@ -128,7 +132,7 @@ class ProducerScheduler:
             remote_replicas=self._sizes.replicas,
             remote_lease=self._lease,
             ticket=ticket,
-            prompt_digest=prompt_digest(request, tokens),
+            prompt_digest=digest,
         )
         return True, (params if self._key is None else params.signed(self._key)).to_dict()
 
@@ -240,6 +244,7 @@ class ConsumerScheduler:
             ours = prompt_digest(request, params.remote_num_tokens)
             fetch.same_prompt = (
                 request.num_prompt_tokens >= params.remote_num_tokens
+                and ours != ""
                 and ours == params.prompt_digest
             )
             if not fetch.same_prompt:

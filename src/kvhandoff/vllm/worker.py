@@ -21,7 +21,7 @@ from kvhandoff.runtime.desk import Desk
 from kvhandoff.runtime.puller import Puller
 from kvhandoff.transport.base import Transport
 from kvhandoff.transport.mooncake import MooncakeTransport
-from kvhandoff.vllm import introspect, layers
+from kvhandoff.vllm import introspect, layers, sameness
 from kvhandoff.vllm.metadata import DeskAddress, StepMetadata
 from kvhandoff.vllm.stats import HandoffStats, Observations
 
@@ -106,7 +106,7 @@ class ProducerWorker(_Worker):
         catalog = Catalog(
             engine=self._engine_id(),
             incarnation=secrets.token_hex(16),
-            fingerprint=introspect.fingerprint(self._vllm_config),
+            fingerprint=sameness.fingerprint(self._vllm_config),
             sizes=sizes,
             lease=self._config.lease,
             workers=tuple(workers),
@@ -205,7 +205,7 @@ class ConsumerWorker(_Worker):
             layout,
             Reader(sizes.rank(layout.at), sizes.world_size),
             self._engine_id(),
-            introspect.fingerprint(self._vllm_config),
+            sameness.fingerprint(self._vllm_config),
             transport,
             self._config,
             introspect.accelerator_init(),
