@@ -30,6 +30,7 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         advertise_host: address that others reach this host by; default: ``VLLM_HOST_IP``, else
             the address of the default route.
         lease: how long a producer keeps a request without hearing from a consumer.
+        first_lease: how long it keeps one that no consumer has been heard of about.
         max_hold: how long it does so at the longest, renewals or not.
         replica_policy: how a consumer chooses the PCP replica. ``request``: by request id;
             ``least-loaded``: the one it is reading the fewest tokens from; ``stripe``: it reads
@@ -52,6 +53,7 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bind_host: str = ""
     advertise_host: str = ""
     lease: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 30.0
+    first_lease: _Positive = 8.0
     max_hold: _Positive = 900.0
     replica_policy: Policy = "request"
     stripe_min_bytes: _Bytes = 1 << 20

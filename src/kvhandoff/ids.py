@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 from typing import NamedTuple, NewType
 
 EngineId = NewType("EngineId", str)
@@ -25,6 +26,17 @@ Rank = NewType("Rank", int)
 """Worker index within an engine: ``(pp * PCP + pcp) * TP + tp``."""
 
 MAX_NAME_LENGTH = 512
+
+
+def short_name(request: str) -> RequestId:
+    """A name that fits into messages: the id itself, or of a longer one (clients may choose theirs)
+    its beginning and a digest."""
+    if len(request) <= MAX_NAME_LENGTH:
+        return RequestId(request)
+    digest = blake2b(request.encode(errors="replace"), digest_size=16).hexdigest()
+    return RequestId(f"{request[: MAX_NAME_LENGTH // 2]}~{digest}")
+
+
 MAX_READERS = 4096
 
 

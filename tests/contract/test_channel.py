@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -155,13 +156,19 @@ def test_repeated_and_unasked_answers_are_passed_over(
     assert [ask(client, echo.endpoint) for _ in range(3)] == [Completed("held")] * 3
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["silent", "nobody"])
+@pytest.fixture
+def hole() -> Iterator[Endpoint]:
+    """A port that takes connections and never says a word."""
+    with socket.create_server((HOST, 0)) as listener:
+        yield Endpoint(HOST, listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("desk", [True, False], ids=["a desk", "something else"])
 def test_deadlines_settle_questions(
-    start: Callable[..., Echo], client: Client, there: bool
+    start: Callable[..., Echo], client: Client, hole: Endpoint, desk: bool
 ) -> None:
-    """A desk that does not answer is unreachable, by name, after the time that was given."""
-    silent = start(answer_nothing)
-    endpoint = silent.endpoint if there else Endpoint("192.0.2.1", 5555)
+    """Whoever does not answer is unreachable, by name, after the time that was given."""
+    endpoint = start(answer_nothing).endpoint if desk else hole
     result = ask(client, endpoint, timeout=0.05)
     assert isinstance(result, PeerUnreachable)
     assert f"{endpoint} did not answer within 0.05 s" in str(result)

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvhandoff.config import HandoffConfig
@@ -169,3 +170,130 @@ def test_a_changed_ticket_is_computed_here(consumers: Any) -> None:
     scheduler = consumers("mla_mtp", shared_key=KEY)
     scheduler.on_new_request(asked)
     assert scheduler.matched_tokens(asked, 0) == (0, False)
+
+
+class Engine:
+    """A consumer's scheduler, and what it has released."""
+
+    def __init__(self, scheduler: ConsumerScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scheduler = scheduler
+        self.released: list[str] = []
+        monkeypatch.setattr(
+            scheduler._renewer,
+            "release",
+            lambda params, pull=None: self.released.append(params.remote_request_id),
+        )
+
+    def come(self, asked: Request) -> None:
+        self.scheduler.on_new_request(asked)
+
+    def matched(self, asked: Request) -> tuple[int | None, bool]:
+        return self.scheduler.matched_tokens(asked, 0)
+
+    def admit(self, asked: Request, external: int) -> None:
+        blocks = KVCacheBlocks(([KVCacheBlock(1 + n) for n in range(4)],))
+        self.scheduler.allocated(asked, blocks, external)
+
+    def abort(self, asked: Request) -> None:
+        asked.status = RequestStatus.FINISHED_ABORTED
+        self.scheduler.finished(asked, ([],))
+
+    def ended(self, asked: Request, *, failed: bool = False) -> None:
+        names = {asked.request_id}
+        output = KVConnectorOutput(finished_recving=names, failed_recving=names if failed else None)
+        self.scheduler.worker_output(output)
+
+
+@pytest.fixture
+def engine(consumers: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(consumers("mla_mtp"), monkeypatch)
+
+
+def siblings(*prompts: list[int]) -> list[Request]:
+    """Requests that came with the same ticket, which is that of the first prompt."""
+    params = hold(producer("mla_mtp"), request(prompts[0], TO_REMOTE))
+    return [request(prompt, params, name=f"d{n}") for n, prompt in enumerate(prompts)]
+
+
+def test_a_retry_takes_over_what_its_first_attempt_leaves(engine: Engine) -> None:
+    """The first attempt is aborted while both wait to be admitted."""
+    first, retry = siblings(PROMPT, PROMPT)
+    engine.come(first)
+    engine.come(retry)
+    assert engine.matched(first) == engine.matched(retry) == (50, True)
+    engine.abort(first)
+    assert engine.released == []
+    assert engine.matched(retry) == (50, True)
+    engine.admit(retry, 50)
+    engine.ended(retry)
+    assert engine.released == []
+    assert len(engine.scheduler._tickets) == 0
+
+
+def test_siblings_wait_for_the_one_that_pulls(engine: Engine) -> None:
+    """Then everything is in the prefix cache, and there is nothing left to fetch."""
+    first, second = siblings(PROMPT, PROMPT)
+    engine.come(first)
+    engine.come(second)
+    engine.admit(first, 50)
+    assert engine.matched(second) == (None, False)
+    engine.ended(first)
+    assert engine.matched(second) == (0, False)
+    engine.admit(second, 0)
+    assert engine.released == []
+
+
+def test_a_sibling_tries_what_has_failed(engine: Engine) -> None:
+    """Its own pull may reach another replica; when it fails too, the ticket is released."""
+    first, second = siblings(PROMPT, PROMPT)
+    engine.come(first)
+    engine.come(second)
+    engine.admit(first, 50)
+    engine.ended(first, failed=True)
+    assert engine.released == []
+    assert engine.matched(second) == (50, True)
+    engine.admit(second, 50)
+    engine.ended(second, failed=True)
+    assert len(engine.released) == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_prompts_of_one_batch_do_not_wait_for_each_other(
+    engine: Engine, order: tuple[int, int]
+) -> None:
+    """vLLM hands out one ticket for all prompts of a batch; it is of use to one of them."""
+    both = siblings(PROMPT, PROMPT[::-1])
+    for number in order:
+        engine.come(both[number])
+    for number in order:
+        expected = (50, True) if number == 0 else (0, False)
+        assert engine.matched(both[number]) == expected
+        engine.admit(both[number], expected[0])
+    assert engine.released == []
+    engine.ended(both[0])
+    assert engine.released == []
+
+
+def test_a_ticket_that_nobody_can_use_is_released_once(engine: Engine) -> None:
+    """When the last one lets go."""
+    both = siblings(PROMPT, PROMPT)
+    for each in both:
+        engine.come(each)
+    engine.admit(both[0], 0)
+    assert engine.released == []
+    engine.abort(both[1])
+    assert len(engine.released) == 1
+
+
+def test_a_request_id_of_any_length_is_handed_off(consumers: Any) -> None:
+    """Clients choose theirs; vLLM hears of its own, the network of a name that fits."""
+    scheduler, name = producer("mla_mtp"), "cmpl-" + "x" * 600
+    params = hold(scheduler, request(PROMPT, TO_REMOTE, name=name))
+    news = scheduler.take_step()
+    (holding,) = news.holdings
+    assert holding.finishes == name
+    assert news.announced == [holding.request] == [params["remote_request_id"]]
+    assert len(holding.request) < 512
+    asked, scheduler = request(PROMPT, params), consumers("mla_mtp")
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, 0) == (50, True)

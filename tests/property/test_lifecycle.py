@@ -44,6 +44,7 @@ from tests.profiles import examples
 
 LEASE = 10.0
 MAX_HOLD = 25.0
+FIRST_LEASE = 5.0
 SHARES = (Share((Rank(0), Rank(2), Rank(3)), pieces=3, active=2), Share((Rank(1),)))
 PIECES = sorted((part, piece) for part, s in enumerate(SHARES) for piece in range(s.pieces))
 
@@ -115,7 +116,9 @@ class Handoffs(RuleBasedStateMachine):
     def start_producer(self) -> None:
         self.lives += 1
         self.incarnation = Incarnation(f"life {self.lives}")
-        self.ledger = Ledger(self.incarnation, lease=LEASE, max_hold=MAX_HOLD)
+        self.ledger = Ledger(
+            self.incarnation, lease=LEASE, max_hold=MAX_HOLD, first_lease=FIRST_LEASE
+        )
 
     # ---- the producer's engine ----
 

@@ -260,6 +260,18 @@ def test_failed_reads_complete_too(desk: Desk) -> None:
     desk.hold()
     desk.open()
     assert desk.complete(ok=False) == "held"
+    assert desk.freed == [(R, "failed")]
+
+
+def test_one_pull_that_went_well_is_enough(desk: Desk) -> None:
+    """A request counts as failed if nobody got it whole."""
+    desk.hold()
+    desk.open(0, 2, pull="first")
+    desk.open(1, 2, pull="first")
+    desk.open(pull="second")
+    desk.complete(0, pull="first", ok=False)
+    desk.complete(1, pull="first")
+    desk.complete(pull="second")
     assert desk.freed == [(R, "completed")]
 
 
@@ -441,7 +453,49 @@ def test_strangers_do_not_extend_the_lease(desk: Desk, hear: Callable[[Desk], ob
     desk.after(LEASE - 1)
     hear(desk)
     desk.after(1)
+    assert desk.freed == [(R, "unclaimed")]
+
+
+def impatient() -> Desk:
+    """A desk with a short first lease."""
+    desk = Desk()
+    desk.ledger = Ledger(Incarnation("life"), lease=LEASE, max_hold=MAX_HOLD, first_lease=2.0)
+    return desk
+
+
+def test_who_is_never_asked_for_goes_soon() -> None:
+    """And who comes later hears that it is over."""
+    desk = impatient()
+    desk.hold()
+    assert desk.ledger.next_deadline() == 102.0
+    desk.after(2)
+    assert desk.freed == [(R, "unclaimed")]
+    assert desk.renew(KEY) == ["expired"]
+    (answer,) = desk.open()
+    assert isinstance(answer, Refused)
+    assert answer.code == "expired"
+
+
+@pytest.mark.parametrize("hear", [lambda d: d.renew(KEY), lambda d: d.open()])
+def test_who_is_asked_for_has_the_whole_lease(hear: Callable[[Desk], object]) -> None:
+    """From the first message on."""
+    desk = impatient()
+    desk.hold()
+    desk.after(1)
+    hear(desk)
+    desk.after(LEASE - 1)
+    assert desk.freed == []
+    desk.after(1)
     assert desk.freed == [(R, "expired")]
+
+
+def test_a_renewal_before_hold_counts() -> None:
+    """A consumer is quicker than the producer's next step, and renews again much later."""
+    desk = impatient()
+    desk.ledger.announce([R])
+    assert desk.renew(KEY) == ["held"]
+    desk.hold()
+    assert desk.ledger.next_deadline() == 100.0 + LEASE
 
 
 def test_nothing_is_held_longer_than_max_hold(desk: Desk) -> None:
@@ -464,7 +518,7 @@ def test_next_deadline_is_the_earliest(desk: Desk) -> None:
     desk.hold(RequestId("late"))
     assert desk.ledger.next_deadline() == 100.0 + LEASE
     desk.after(LEASE - 3)
-    assert desk.freed == [("early", "expired")]
+    assert desk.freed == [("early", "unclaimed")]
     assert desk.ledger.next_deadline() == 103.0 + LEASE
 
 
@@ -483,4 +537,4 @@ def test_records_tell_how_requests_went(desk: Desk) -> None:
     assert (read.request, read.outcome, read.tokens) == (R, "completed", 20)
     assert (read.held_seconds, read.first_open_seconds) == (5.0, 2.0)
     assert [report.nbytes for report in read.readers] == [1, 0]
-    assert (unread.outcome, unread.first_open_seconds, unread.readers) == ("expired", None, [])
+    assert (unread.outcome, unread.first_open_seconds, unread.readers) == ("unclaimed", None, [])

@@ -81,7 +81,7 @@ class Lab:
             "kv_role": "kv_producer",
             "kv_port": port,
             # Nothing renews before a request has reached D's scheduler, and steps are slow here.
-            "kv_connector_extra_config": {"lease": LEASE, **PATIENT},
+            "kv_connector_extra_config": {"lease": LEASE, "first_lease": LEASE, **PATIENT},
         } | transfer
         server = self.server(name, config, "--prefill-context-parallel-size", str(pcp), *arguments)
         return server, Endpoint(HOST, port)

@@ -4,7 +4,9 @@
 A request's life::
 
     announced --hold--> held --every reader completed--> completed
+        |                |-----every read failed-------> failed
         |                |-----consumer released-------> released
+        |                |-----nobody was heard of-----> unclaimed
         |                |-----lease ran out-----------> expired
         '--drop--> (forgotten)
 
@@ -46,7 +48,8 @@ MAX_PULLS = 64
 MAX_PARKED = 65536
 MAX_RECENT = 256
 
-Outcome: TypeAlias = Literal["completed", "released", "expired"]
+Outcome: TypeAlias = Literal["completed", "failed", "released", "unclaimed", "expired"]
+_TIMED_OUT = ("unclaimed", "expired")
 ReplyTo: TypeAlias = Any
 """Opaque to the ledger: whatever the desk needs to find the asker again."""
 
@@ -77,12 +80,20 @@ class Holding:
     Attributes:
         blocks: block ids by KV group and by position in the request.
         tokens: tokens with KV, from position 0.
+        finishes: what the engine itself calls the request, which need not fit into messages.
     """
 
     request: RequestId
     ticket: Ticket
     blocks: tuple[list[int], ...]
     tokens: int
+    finishes: str = ""
+
+
+@dataclass
+class _Announced:
+    parked: list[tuple[Open | Release, ReplyTo]] = field(default_factory=list)
+    claimed: bool = False
 
 
 @dataclass
@@ -90,6 +101,7 @@ class _Pull:
     of: int
     opened: set[int] = field(default_factory=set)
     reports: dict[int, PullReport] = field(default_factory=dict)
+    failed: bool = False
     over: bool = False
 
     @property
@@ -102,6 +114,7 @@ class _Held:
     holding: Holding
     since: float
     deadline: float
+    claimed: bool = False
     first_open: float | None = None
     pulls: dict[PullId, _Pull] = field(default_factory=dict)
 
@@ -118,14 +131,25 @@ class Ledger:
 
     Args:
         lease: seconds that a request is kept after anything was heard about it.
+        first_lease: seconds that it is kept until then. Not every request is asked for: of one
+            with several prompts or answers (n > 1), vLLM hands out the parameters of one only, and
+            a client may leave before its router has asked a consumer.
         max_hold: seconds that it is kept at most.
     """
 
-    def __init__(self, incarnation: Incarnation, *, lease: float, max_hold: float) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        lease: float,
+        max_hold: float,
+        first_lease: float | None = None,
+    ) -> None:
         self._incarnation = incarnation
         self._lease = lease
+        self._first_lease = lease if first_lease is None else min(first_lease, lease)
         self._max_hold = max_hold
-        self._announced: dict[RequestId, list[tuple[Open | Release, ReplyTo]]] = {}
+        self._announced: dict[RequestId, _Announced] = {}
         self._held: dict[RequestId, _Held] = {}
         self._tombstones: OrderedDict[RequestId, _Tombstone] = OrderedDict()
         self._parked = 0
@@ -146,20 +170,21 @@ class Ledger:
         """Requests are being prefilled; consumers may ask for them soon."""
         for request in requests:
             if request not in self._held:
-                self._announced.setdefault(request, [])
+                self._announced.setdefault(request, _Announced())
         return []
 
     def hold(self, holding: Holding, now: float) -> list[Effect]:
         """Prefill ended and the engine keeps the blocks until :class:`Free`."""
-        parked = self._announced.pop(holding.request, [])
-        self._parked -= len(parked)
-        held = _Held(holding, now, now)
+        announced = self._announced.pop(holding.request, _Announced())
+        self._parked -= len(announced.parked)
+        held = _Held(holding, now, now + min(self._first_lease, self._max_hold))
         self._held[holding.request] = held
-        self._extend(held, now)
+        if announced.claimed:
+            self._extend(held, now)
         self.counters["held"] += 1
         return [
             effect
-            for message, to in parked
+            for message, to in announced.parked
             for effect in (
                 self.open(message, to, now)
                 if isinstance(message, Open)
@@ -171,7 +196,7 @@ class Ledger:
         """Announced requests ended without anything to hold (aborted, failed)."""
         effects: list[Effect] = []
         for request in requests:
-            parked = self._announced.pop(request, [])
+            parked = self._announced.pop(request, _Announced()).parked
             self._parked -= len(parked)
             ended = Refused("unknown", f"request {request} ended on the prefill engine")
             effects += [
@@ -182,7 +207,7 @@ class Ledger:
     def expire(self, now: float) -> list[Effect]:
         """Let go of requests whose lease has run out."""
         late = [held for held in self._held.values() if held.deadline <= now]
-        return [self._let_go(held, "expired", now) for held in late]
+        return [self._let_go(h, "expired" if h.claimed else "unclaimed", now) for h in late]
 
     def next_deadline(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest."""
@@ -215,7 +240,8 @@ class Ledger:
             if isinstance(found, _Held):
                 self._extend(found, now)
                 verdicts.append("held")
-            elif RequestId(key.request) in self._announced:
+            elif (announced := self._announced.get(RequestId(key.request))) is not None:
+                announced.claimed = True
                 verdicts.append("held")
             else:
                 verdicts.append(found if found in ("expired", "released") else "unknown")
@@ -232,10 +258,12 @@ class Ledger:
             self.counters["unknown"] += 1
             return [Reply(to, Completed("unknown"))]
         pull.reports.setdefault(message.index, message.report)
+        pull.failed |= not message.ok
         self._extend(found, now)
         effects: list[Effect] = [Reply(to, Completed("held"))]
         if all(each.finished for each in found.pulls.values()):
-            effects.append(self._let_go(found, "completed", now))
+            failed = all(each.failed for each in found.pulls.values())
+            effects.append(self._let_go(found, "failed" if failed else "completed", now))
         return effects
 
     def release(self, message: Release, to: ReplyTo, now: float) -> list[Effect]:
@@ -262,7 +290,7 @@ class Ledger:
         """Keep a message about an announced request until prefill has ended."""
         if self._parked >= MAX_PARKED:
             return [self._refuse(to, "not-ready", f"{self._parked} messages are waiting")]
-        self._announced[RequestId(message.key.request)].append((message, to))
+        self._announced[RequestId(message.key.request)].parked.append((message, to))
         self._parked += 1
         return []
 
@@ -277,7 +305,7 @@ class Ledger:
             return "unknown"
         if not _same(tombstone.ticket, key.ticket):
             return "ticket"
-        return "expired" if tombstone.outcome == "expired" else "released"
+        return "expired" if tombstone.outcome in _TIMED_OUT else "released"
 
     def _verdict_after(self, message: Complete, why: str) -> Verdict:
         """The answer to a completion that finds nothing held."""
@@ -305,6 +333,7 @@ class Ledger:
         return None
 
     def _extend(self, held: _Held, now: float) -> None:
+        held.claimed = True
         held.deadline = min(now + self._lease, held.since + self._max_hold)
 
     def _refuse(self, to: ReplyTo, code: Any, reason: str) -> Reply:

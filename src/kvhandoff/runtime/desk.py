@@ -41,16 +41,25 @@ class Desk:
     Args:
         bind: where to listen.
         catalog: the engine, as described to consumers.
-        max_hold: see :class:`~kvhandoff.config.HandoffConfig`.
+        max_hold, first_lease: see :class:`~kvhandoff.config.HandoffConfig`.
         key: the shared key, without which nobody is served; None serves everybody.
     """
 
     def __init__(
-        self, bind: Endpoint, catalog: Catalog, *, max_hold: float, key: bytes | None = None
+        self,
+        bind: Endpoint,
+        catalog: Catalog,
+        *,
+        max_hold: float,
+        first_lease: float | None = None,
+        key: bytes | None = None,
     ) -> None:
         self._catalog = catalog
         self._ledger = Ledger(
-            Incarnation(catalog.incarnation), lease=catalog.lease, max_hold=max_hold
+            Incarnation(catalog.incarnation),
+            lease=catalog.lease,
+            max_hold=max_hold,
+            first_lease=first_lease,
         )
         self._mailbox: deque[Callable[[float], Iterable[Effect]]] = deque()
         self._free: deque[RequestId] = deque()
@@ -141,6 +150,8 @@ class Desk:
                             "request %s was not read within its lease; its blocks are freed",
                             request,
                         )
+                    elif outcome == "unclaimed":
+                        logger.info("nobody asked for request %s; its blocks are freed", request)
                     self._free.append(request)
 
     def _serve(self, request: Request, to: ReplyAddress) -> Iterable[Effect]:

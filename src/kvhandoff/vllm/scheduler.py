@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -15,8 +14,9 @@ from vllm.v1.request import RequestStatus
 
 from kvhandoff.config import HandoffConfig
 from kvhandoff.errors import ProtocolError, UnsupportedSetup
-from kvhandoff.ids import PullId, RequestId, Ticket
+from kvhandoff.ids import PullId, RequestId, Ticket, short_name
 from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.lifecycle.tickets import Tickets, Turn
 from kvhandoff.plan.needs import margins, spans
 from kvhandoff.plan.replicas import ReplicaChooser
 from kvhandoff.protocol.params import HandoffParams, parse_params
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-MAX_USED_TICKETS = 16384
 
 _COMPLETE_PREFILL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 """Ends after which the whole prompt has KV: P's one token was sampled, or was a stop token."""
@@ -62,7 +60,7 @@ class ProducerScheduler:
         warn_of_unhashed_images(vllm_config)
         self._desk: DeskAddress | None = None
         self._announced: set[RequestId] = set()
-        self._shortened: set[RequestId] = set()
+        self._shortened: set[str] = set()
         self._news = StepMetadata()
 
     def set_desk(self, desk: DeskAddress) -> None:
@@ -80,7 +78,7 @@ class ProducerScheduler:
             or request.get_skip_reading_prefix_cache()  # a consumer that wants prompt logprobs
         ):
             return
-        self._shortened.add(RequestId(request.request_id))
+        self._shortened.add(request.request_id)
         if request.prompt_token_ids is not None:
             del request.prompt_token_ids[-left:]
         if request.prompt_embeds is not None:
@@ -95,7 +93,7 @@ class ProducerScheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """A request is scheduled: announce it if it is to be handed off."""
-        request_id = RequestId(request.request_id)
+        request_id = short_name(request.request_id)
         if _wants(request, "do_remote_decode") and request_id not in self._announced:
             self._announced.add(request_id)
             self._news.announced.append(request_id)
@@ -104,10 +102,10 @@ class ProducerScheduler:
         self, request: Request, blocks: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Hold the blocks of a completed prefill, and say where they can be had."""
-        request_id = RequestId(request.request_id)
+        request_id = short_name(request.request_id)
         was_announced = request_id in self._announced
         self._announced.discard(request_id)
-        self._shortened.discard(request_id)
+        self._shortened.discard(request.request_id)
         tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
         digest = prompt_digest(request, tokens)
         if not (
@@ -122,7 +120,9 @@ class ProducerScheduler:
         if self._desk is None:
             raise UnsupportedSetup("the workers of this engine did not open a desk")
         ticket = Ticket(secrets.token_hex(16))
-        self._news.holdings.append(Holding(request_id, ticket, blocks, tokens))
+        self._news.holdings.append(
+            Holding(request_id, ticket, blocks, tokens, finishes=request.request_id)
+        )
         params = HandoffParams(
             remote_engine_id=self._desk.engine,
             remote_request_id=request_id,
@@ -177,8 +177,7 @@ class ConsumerScheduler:
         self._needs = layers.needs(kv_cache_config, parallel_sizes(vllm_config).dcp)
         self._left_over = layers.last_tokens(vllm_config, self._needs)
         self._fetches: dict[str, _Fetch] = {}
-        self._owner: dict[Ticket, str] = {}
-        self._used: OrderedDict[Ticket, None] = OrderedDict()
+        self._tickets = Tickets()
         self._replicas = ReplicaChooser(config.replica_policy)
         self._trust = Trust(config.shared_key, config.prefill_hosts)
         self._renewer = Renewer(config.answer_timeout, key=self._trust.key)
@@ -206,29 +205,26 @@ class ConsumerScheduler:
         except ProtocolError as error:
             logger.warning("%s is computed here: %s", request.request_id, error)
             return
-        if params.proof in self._used:
+        self._fetches[request.request_id] = _Fetch(params)
+        if self._tickets.join(params.proof, request.request_id):
+            self._renewer.keep(params)
+        elif self._tickets.turn(params.proof, request.request_id) is Turn.COMPUTE:
             logger.info(
                 "%s is computed here: %s has been fetched or released before",
                 request.request_id,
                 params.remote_request_id,
             )
-            return
-        self._fetches[request.request_id] = _Fetch(params)
-        if self._owner.setdefault(params.proof, request.request_id) == request.request_id:
-            self._renewer.keep(params)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Tokens to load beyond the ``computed`` ones. vLLM may ask many times."""
         fetch = self._fetches.get(request.request_id)
         if fetch is None or fetch.stage is not _Stage.WAITING:
             return 0, False
-        owner = self._owner.get(fetch.params.proof)
-        if owner != request.request_id:
-            # A sibling (n > 1, a client's retry) is fetching the same prompt: its blocks will be
-            # in the prefix cache soon. Once it has, there is nothing left to fetch.
-            return (0, False) if owner is None else (None, False)
-        if not self._usable(request, fetch):
+        turn = self._tickets.turn(fetch.params.proof, request.request_id)
+        if turn is Turn.COMPUTE or not self._usable(request, fetch):
             return 0, False
+        if turn is Turn.WAIT:
+            return None, False  # for what the one that pulls will bring into the prefix cache
         fetch.computed = computed
         held = fetch.params.remote_num_tokens
         if held > request.num_prompt_tokens - min(self._left_over, 1):
@@ -269,6 +265,7 @@ class ConsumerScheduler:
             return
         params = fetch.params
         fetch.stage = _Stage.PULLING
+        self._tickets.pull(params.proof, request.request_id)
         fetch.pull = PullId(secrets.token_hex(8))
         fetch.tokens = external
         fetch.replica = self._replicas.choose(
@@ -312,25 +309,15 @@ class ConsumerScheduler:
                 self._let_go(request_id, fetch)
             else:
                 fetch.stage = _Stage.OVER
-                self._disown(request_id, fetch)
+                self._tickets.read(fetch.params.proof)
                 self._renewer.stop(fetch.params)
             if fetch.finished:
                 del self._fetches[request_id]
 
     def _let_go(self, request_id: str, fetch: _Fetch) -> None:
         fetch.stage = _Stage.OVER
-        if self._disown(request_id, fetch):
+        if self._tickets.leave(fetch.params.proof, request_id):
             self._renewer.release(fetch.params, fetch.pull)
-
-    def _disown(self, request_id: str, fetch: _Fetch) -> bool:
-        """Whether this request was the one that fetches for its ticket; nobody does afterwards."""
-        if self._owner.get(fetch.params.proof) != request_id:
-            return False
-        del self._owner[fetch.params.proof]
-        self._used[fetch.params.proof] = None
-        if len(self._used) > MAX_USED_TICKETS:
-            self._used.popitem(last=False)
-        return True
 
     def take_step(self) -> StepMetadata:
         """News for the workers since the last step."""

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvhandoff.config import HandoffConfig
 from kvhandoff.errors import UnsupportedSetup
-from kvhandoff.ids import Endpoint, EngineId, Reader
+from kvhandoff.ids import Endpoint, EngineId, Reader, RequestId
 from kvhandoff.model.layout import WorkerLayout
 from kvhandoff.protocol.catalog import Catalog
 from kvhandoff.protocol.trust import Trust
@@ -94,6 +94,7 @@ class ProducerWorker(_Worker):
         super().__init__(vllm_config, kv_cache_config, config)
         self._desk: Desk | None = None
         self._finished: set[str] = set()
+        self._names: dict[RequestId, str] = {}  # what the engine calls what is held
         self._entered: StepMetadata | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -138,6 +139,7 @@ class ProducerWorker(_Worker):
                 Endpoint(bind_host, port),
                 catalog,
                 max_hold=config.max_hold,
+                first_lease=config.first_lease,
                 key=Trust(config.shared_key).key,
             )
 
@@ -155,11 +157,12 @@ class ProducerWorker(_Worker):
             return
         self._entered = news
         if self._desk is None:
-            self._finished.update(holding.request for holding in news.holdings)
+            self._finished.update(holding.finishes for holding in news.holdings)
             return
         if news.announced:
             self._desk.announce(news.announced)
         for holding in news.holdings:
+            self._names[holding.request] = holding.finishes
             self._desk.hold(holding)
         if news.dropped:
             self._desk.drop(news.dropped)
@@ -171,7 +174,7 @@ class ProducerWorker(_Worker):
     def take_results(self) -> KVConnectorTransferResults:
         """Requests that may be freed as far as this worker is concerned."""
         if self._desk is not None:
-            self._finished.update(self._desk.take_free())
+            self._finished.update(self._names.pop(name) for name in self._desk.take_free())
         finished, self._finished = self._finished, set()
         return KVConnectorTransferResults(finished_sending=finished)
 
