@@ -17,6 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvhandoff.config import HandoffConfig
+from kvhandoff.errors import ThreadDied
 from kvhandoff.ids import Endpoint, EngineId
 from kvhandoff.model.topology import ParallelSizes
 from kvhandoff.plan.pairing import Span
@@ -297,3 +298,35 @@ def test_a_request_id_of_any_length_is_handed_off(consumers: Any) -> None:
     asked, scheduler = request(PROMPT, params), consumers("mla_mtp")
     scheduler.on_new_request(asked)
     assert scheduler.matched_tokens(asked, 0) == (50, True)
+
+
+@pytest.mark.parametrize(("computed", "loaded"), [(0, 50), (48, 2), (49, 0), (50, 0)])
+def test_the_last_token_alone_is_not_fetched(engine: Engine, computed: int, loaded: int) -> None:
+    """vLLM computes it anyhow."""
+    (asked,) = siblings(PROMPT)
+    engine.come(asked)
+    assert engine.scheduler.matched_tokens(asked, computed) == (loaded, bool(loaded))
+
+
+def test_a_renewer_that_died_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the next step; what waits would lose its lease."""
+    engine.scheduler.take_step()
+    renewer = engine.scheduler._renewer
+
+    def break_down(now: float) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(renewer, "_take_due", break_down)
+    (asked,) = siblings(PROMPT)
+    engine.come(asked)
+    renewer._thread.join(20)
+    with pytest.raises(ThreadDied, match="a bug"):
+        engine.scheduler.take_step()
+
+
+def test_a_reset_reaches_the_workers() -> None:
+    """vLLM asks for one when weights were replaced in place."""
+    scheduler = producer("mla_mtp")
+    assert scheduler.reset()
+    assert scheduler.take_step().reset
+    assert not scheduler.take_step().reset

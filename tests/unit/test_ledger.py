@@ -538,3 +538,16 @@ def test_records_tell_how_requests_went(desk: Desk) -> None:
     assert (read.held_seconds, read.first_open_seconds) == (5.0, 2.0)
     assert [report.nbytes for report in read.readers] == [1, 0]
     assert (unread.outcome, unread.first_open_seconds, unread.readers) == ("unclaimed", None, [])
+
+
+def test_a_reset_lets_go_of_everything(desk: Desk) -> None:
+    """Also under readers, who hear that what they read is of no use."""
+    desk.hold()
+    desk.hold(RequestId("unread"))
+    desk.open()
+    desk.take(desk.ledger.reset(desk.now))
+    assert sorted(desk.freed) == [(R, "released"), ("unread", "released")]
+    assert desk.complete() == "released"
+    assert desk.ledger.next_deadline() is None
+    desk.hold(RequestId("new"))
+    assert len(desk.ledger) == 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,8 +82,22 @@ def image(identifier: str, offset: int = 0) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset))
 
 
-def adapter(name: str) -> Any:
-    return SimpleNamespace(lora_name=name)
+def adapter(name: str, path: Path | str = "hub/adapter") -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(path))
+
+
+def test_adapters_count_by_their_weights(tmp_path: Path) -> None:
+    """Wherever they lie, and also when one was replaced in place."""
+    found = []
+    for place, weights in (("a", b"one"), ("b", b"one"), ("c", b"two")):
+        path = write(tmp_path / place, weights)
+        found.append(sameness.prompt_digest(prompt(1, lora_request=adapter("x", path)), 1))
+    assert found[0] == found[1] != found[2]
+    file = tmp_path / "a" / "model.safetensors"
+    file.write_bytes(b"two")
+    os.utime(file, ns=(1, 1))
+    again = sameness.prompt_digest(prompt(1, lora_request=adapter("x", tmp_path / "a")), 1)
+    assert again == found[2]
 
 
 def test_prompts_that_differ_have_other_digests() -> None:

@@ -153,6 +153,7 @@ class Ledger:
         self._held: dict[RequestId, _Held] = {}
         self._tombstones: OrderedDict[RequestId, _Tombstone] = OrderedDict()
         self._parked = 0
+        self._earliest: float | None = None
         self.counters: Counter[str] = Counter()
         self.recent: deque[PullRecord] = deque(maxlen=MAX_RECENT)
 
@@ -181,6 +182,8 @@ class Ledger:
         self._held[holding.request] = held
         if announced.claimed:
             self._extend(held, now)
+        first = self._earliest
+        self._earliest = held.deadline if first is None else min(first, held.deadline)
         self.counters["held"] += 1
         return [
             effect
@@ -204,14 +207,23 @@ class Ledger:
             ]
         return effects
 
+    def reset(self, now: float) -> list[Effect]:
+        """Let go of everything: what is held is of no use any more, whoever is reading it."""
+        return [self._let_go(held, "released", now) for held in list(self._held.values())]
+
     def expire(self, now: float) -> list[Effect]:
         """Let go of requests whose lease has run out."""
+        if self._earliest is None or now < self._earliest:
+            return []
         late = [held for held in self._held.values() if held.deadline <= now]
+        waiting = (held.deadline for held in self._held.values() if held.deadline > now)
+        self._earliest = min(waiting, default=None)
         return [self._let_go(h, "expired" if h.claimed else "unclaimed", now) for h in late]
 
     def next_deadline(self) -> float | None:
-        """When :meth:`expire` has something to do at the earliest."""
-        return min((held.deadline for held in self._held.values()), default=None)
+        """When :meth:`expire` may have something to do. A little early where leases were extended
+        since: deadlines are looked through once in a while, not at every message."""
+        return self._earliest if self._held else None
 
     # ---- events from consumers ----
 

@@ -84,6 +84,10 @@ class Desk:
         """Announced requests ended without KV to hold."""
         self._post(lambda now: self._ledger.drop(requests))
 
+    def reset(self) -> None:
+        """Let go of everything that is held; its readers hear that it was released."""
+        self._post(self._ledger.reset)
+
     def take_free(self) -> set[RequestId]:
         """Requests that may be freed, each named once.
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from kvhandoff.channel import Client
-from kvhandoff.errors import KVHandoffError
+from kvhandoff.errors import KVHandoffError, ThreadDied
 from kvhandoff.ids import Endpoint, PullId, Ticket
 from kvhandoff.protocol.messages import MAX_BATCH, Answer, HeldKey, Release, Renew, Renewed
 from kvhandoff.protocol.params import HandoffParams
@@ -51,11 +51,18 @@ class Renewer:
         self._lost: set[Ticket] = set()
         self._change = threading.Condition()
         self._stopping = False
+        self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvhandoff-renewer", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def require_alive(self) -> None:
+        """Raise :class:`ThreadDied` if nothing is renewed any more."""
+        if self._death is not None:
+            raise ThreadDied(f"the thread that renews leases stopped: {self._death!r}")
+        self._client.require_alive()
 
     def keep(self, params: HandoffParams) -> None:
         """Renew this request from now on, for the first time at once: it may have waited long in
@@ -104,6 +111,13 @@ class Renewer:
         self._client.close()
 
     def _run(self) -> None:
+        try:
+            self._renew_until_stopped()
+        except BaseException as error:
+            logger.exception("the thread that renews leases stopped")
+            self._death = error
+
+    def _renew_until_stopped(self) -> None:
         while True:
             with self._change:
                 if self._stopping:

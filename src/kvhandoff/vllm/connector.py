@@ -187,6 +187,10 @@ class KVHandoffConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, tuple(list(ids) for ids in block_ids))
 
+    def reset_cache(self) -> bool | None:
+        """vLLM asks with ``reset_connector``, as when weights were replaced in place."""
+        return self.scheduler.reset()
+
     # ---- in both ----
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -7,6 +7,7 @@ new vLLM release is read in these.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from kvhandoff.model.topology import Coordinate, ParallelSizes
 from kvhandoff.plan.descriptors import Descriptors
 from kvhandoff.protocol.trust import KEY_VARIABLE
 from kvhandoff.runtime.margins import Clear, clear_host_memory
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +113,10 @@ def advertised_host(config: HandoffConfig) -> str:
             probe.connect(("192.0.2.1", 9))  # documentation range: chooses a route, sends nothing
             return str(probe.getsockname()[0])
         except OSError:
+            logger.warning(
+                "this host has no default route, so other hosts are told to reach it at 127.0.0.1, "
+                "which is themselves: set advertise_host or VLLM_HOST_IP"
+            )
             return "127.0.0.1"
 
 

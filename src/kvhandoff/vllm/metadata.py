@@ -22,6 +22,7 @@ class StepMetadata(KVConnectorMetadata):
     announced: list[RequestId] = field(default_factory=list)
     holdings: list[Holding] = field(default_factory=list)
     dropped: list[RequestId] = field(default_factory=list)
+    reset: bool = False  # let go of everything that was held before this step
     jobs: list[PullJob] = field(default_factory=list)
 
 

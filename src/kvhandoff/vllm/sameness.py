@@ -7,6 +7,7 @@ the scheduler's thread.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -72,11 +73,7 @@ def weights_of(model: ModelConfig) -> str:
     if path is None:
         return f"{name}@{revision}"
     files = [path] if path.is_file() else [f for kind in _WEIGHTS for f in path.glob(kind)]
-    digest = blake2b(digest_size=8)
-    for file in sorted(files):
-        with file.open("rb") as content:
-            _add(digest, file.name, file.stat().st_size, content.read(_SAMPLE).hex())
-    return digest.hexdigest()
+    return _digest_of_files(tuple((str(f), f.stat().st_mtime_ns) for f in sorted(files)))
 
 
 def _downloaded(name: str, revision: str | None) -> Path | None:
@@ -112,7 +109,7 @@ def warn_of_unhashed_images(vllm_config: VllmConfig) -> None:
 def prompt_digest(request: Request, tokens: int) -> str:
     """Digest of what the first ``tokens`` tokens of a prompt are.
 
-    Images count by their content hash and adapters by name, as their tokens alone do not tell.
+    Images count by their content hash and adapters by their weights, as tokens alone do not tell.
     Empty for a prompt of which some part is embeddings, whose content nothing tells, and
     for one with images that vLLM does not hash. An empty digest is no other's equal.
     """
@@ -125,7 +122,26 @@ def prompt_digest(request: Request, tokens: int) -> str:
             return ""
         _add(digest, feature.mm_position.offset, feature.identifier)
     if request.lora_request is not None:
-        _add(digest, "adapter", request.lora_request.lora_name)
+        _add(digest, "adapter", *_adapter(request.lora_request))
+    return digest.hexdigest()
+
+
+def _adapter(lora: Any) -> tuple[str, str]:
+    """An adapter's name, and a digest of its files: others may carry the same name."""
+    path = Path(lora.lora_path)
+    files = sorted(f for kind in (*_WEIGHTS, "*.json") for f in path.glob(kind))
+    changed = tuple((str(file), file.stat().st_mtime_ns) for file in files)
+    return lora.lora_name, _digest_of_files(changed) if changed else str(lora.lora_path)
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest_of_files(files: tuple[tuple[str, int], ...]) -> str:
+    """By names, sizes and beginnings; files are named with the time of their last change."""
+    digest = blake2b(digest_size=8)
+    for name, _ in files:
+        path = Path(name)
+        with path.open("rb") as content:
+            _add(digest, path.name, path.stat().st_size, content.read(_SAMPLE).hex())
     return digest.hexdigest()
 
 

@@ -139,6 +139,11 @@ class ProducerScheduler:
     def worker_output(self, output: KVConnectorOutput) -> None:
         """Freed blocks are the core's business."""
 
+    def reset(self) -> bool:
+        """What is held was computed with weights, or for caches, that are not wanted any more."""
+        self._news.reset = True
+        return True
+
     def take_step(self) -> StepMetadata:
         """News for the workers since the last step."""
         news, self._news = self._news, StepMetadata()
@@ -229,8 +234,10 @@ class ConsumerScheduler:
         held = fetch.params.remote_num_tokens
         if held > request.num_prompt_tokens - min(self._left_over, 1):
             return 0, False  # a prompt too short to be shortened: its state covers the last token
-        tokens = held - computed
-        return (tokens, True) if tokens > 0 else (0, False)
+        # vLLM computes the last token of a prompt in any case, for its logits.
+        if min(held, request.num_prompt_tokens - 1) <= computed:
+            return 0, False
+        return held - computed, True
 
     def _usable(self, request: Request, fetch: _Fetch) -> bool:
         params = fetch.params
@@ -320,9 +327,18 @@ class ConsumerScheduler:
             self._renewer.release(fetch.params, fetch.pull)
 
     def take_step(self) -> StepMetadata:
-        """News for the workers since the last step."""
+        """News for the workers since the last step.
+
+        Raises:
+            ThreadDied: if nobody renews any more; requests would wait for what is let go of.
+        """
+        self._renewer.require_alive()
         news, self._news = self._news, StepMetadata()
         return news
+
+    def reset(self) -> bool:
+        """Nothing that was fetched is kept here; what waits can be fetched as before."""
+        return True
 
     def close(self) -> None:
         """Stop renewing."""

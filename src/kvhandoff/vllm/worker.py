@@ -159,6 +159,8 @@ class ProducerWorker(_Worker):
         if self._desk is None:
             self._finished.update(holding.finishes for holding in news.holdings)
             return
+        if news.reset:
+            self._desk.reset()
         if news.announced:
             self._desk.announce(news.announced)
         for holding in news.holdings:
