@@ -12,7 +12,7 @@ import numpy as np
 
 from kvhandoff.config import HandoffConfig
 from kvhandoff.ids import Endpoint, EngineId, Incarnation, PullId, Rank, Reader, RequestId, Ticket
-from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.lifecycle.entries import Holding
 from kvhandoff.model.topology import ParallelSizes
 from kvhandoff.plan.pairing import Span
 from kvhandoff.plan.routing import replica_for_request

@@ -32,6 +32,8 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lease: how long a producer keeps a request without hearing from a consumer.
         first_lease: how long it keeps one that no consumer has been heard of about.
         max_hold: how long it does so at the longest, renewals or not.
+        sibling_grace: how long a producer keeps what a data-parallel consumer has read, for
+            siblings of the request on other engines of it.
         replica_policy: how a consumer chooses the PCP replica. ``request``: by request id;
             ``least-loaded``: the one it is reading the fewest tokens from; ``stripe``: it reads
             from all of them, and from all TP copies, at the same time.
@@ -55,6 +57,7 @@ class HandoffConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 30.0
     first_lease: _Positive = 8.0
     max_hold: _Positive = 900.0
+    sibling_grace: Annotated[float, msgspec.Meta(ge=0, le=60)] = 1.0
     replica_policy: Policy = "request"
     stripe_min_bytes: _Bytes = 1 << 20
     slice_bytes: _Bytes = 64 << 20

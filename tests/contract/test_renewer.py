@@ -11,7 +11,7 @@ import pytest
 
 from kvhandoff.channel import ReplyAddress, Server
 from kvhandoff.ids import Endpoint, EngineId, Incarnation, RequestId, Ticket
-from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.lifecycle.entries import Holding
 from kvhandoff.model.layout import WorkerLayout
 from kvhandoff.model.topology import Coordinate, ParallelSizes
 from kvhandoff.protocol.catalog import Catalog

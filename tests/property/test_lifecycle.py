@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvhandoff.ids import Incarnation, Rank, RequestId, Ticket
 from kvhandoff.lifecycle import pull as pulling
-from kvhandoff.lifecycle.ledger import Effect, Free, Holding, Ledger, Reply
+from kvhandoff.lifecycle.entries import Holding
+from kvhandoff.lifecycle.ledger import Effect, Free, Ledger, Reply
 from kvhandoff.lifecycle.pull import (
     Ask,
     Connect,
@@ -79,7 +80,8 @@ class Reader:
             return Open(self.key, self.pull, self.index, self.of)
         if self.machine.state is State.COMPLETE:
             ok = self.machine.failure is None
-            return Complete(self.key, self.pull, self.index, ok)
+            linger = 2.0 if self.pull.endswith(("3", "7")) else 0.0
+            return Complete(self.key, self.pull, self.index, ok, linger)
         return None
 
 

@@ -33,7 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvhandoff.config import HandoffConfig
 from kvhandoff.ids import Endpoint, EngineId, Incarnation, PullId, Rank, Reader, RequestId, Ticket
-from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.lifecycle.entries import Holding
 from kvhandoff.model.layout import Segment, WorkerLayout
 from kvhandoff.model.topology import ParallelSizes
 from kvhandoff.plan.descriptors import Descriptors

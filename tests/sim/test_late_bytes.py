@@ -10,7 +10,7 @@ import pytest
 
 from kvhandoff.config import HandoffConfig
 from kvhandoff.ids import Endpoint, EngineId, PullId, Reader, RequestId, Ticket
-from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.lifecycle.entries import Holding
 from kvhandoff.model.shapes import strides_of, worker_layout
 from kvhandoff.model.topology import ParallelSizes
 from kvhandoff.plan.pairing import Span

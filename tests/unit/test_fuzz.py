@@ -51,7 +51,7 @@ VALID = [
             Hello("engine", FINGERPRINT),
             Open(KEY, "pull", 0, 2),
             Renew([KEY] * 3),
-            Complete(KEY, "pull", 0, True, PullReport(sources=[1, 2])),
+            Complete(KEY, "pull", 0, True, 0.0, PullReport(sources=[1, 2])),
             Release(KEY, "pull"),
             Status(),
         ]

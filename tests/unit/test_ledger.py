@@ -10,7 +10,8 @@ import pytest
 
 from kvhandoff.ids import Incarnation, RequestId, Ticket
 from kvhandoff.lifecycle import ledger as books
-from kvhandoff.lifecycle.ledger import Effect, Free, Holding, Ledger, Reply
+from kvhandoff.lifecycle.entries import Holding
+from kvhandoff.lifecycle.ledger import Effect, Free, Ledger, Reply
 from kvhandoff.protocol.messages import (
     Answer,
     Complete,
@@ -61,9 +62,14 @@ class Desk:
         return self.take(self.ledger.open(Open(key, pull, index, of), (pull, index), self.now))
 
     def complete(
-        self, index: int = 0, pull: str = "pull", key: HeldKey = KEY, ok: bool = True
+        self,
+        index: int = 0,
+        pull: str = "pull",
+        key: HeldKey = KEY,
+        ok: bool = True,
+        linger: float = 0.0,
     ) -> str:
-        message = Complete(key, pull, index, ok, PullReport(nbytes=index))
+        message = Complete(key, pull, index, ok, linger, PullReport(nbytes=index))
         (answer,) = self.take(self.ledger.complete(message, (pull, index), self.now))
         assert isinstance(answer, Completed)
         return answer.verdict
@@ -551,3 +557,30 @@ def test_a_reset_lets_go_of_everything(desk: Desk) -> None:
     assert desk.ledger.next_deadline() is None
     desk.hold(RequestId("new"))
     assert len(desk.ledger) == 1
+
+
+def test_a_request_lingers_for_siblings(desk: Desk) -> None:
+    """One that comes in time reads it, too; renewals do not prolong it."""
+    desk.hold()
+    desk.open(pull="first")
+    assert desk.complete(pull="first", linger=2.0) == "held"
+    assert desk.freed == []
+    desk.after(1)
+    desk.renew(KEY)
+    assert desk.open(pull="second") == [OPENED]
+    desk.after(LEASE - 1)
+    assert desk.freed == []
+    assert desk.complete(pull="second", linger=2.0) == "held"
+    desk.renew(KEY)
+    desk.after(2)
+    assert desk.freed == [(R, "completed")]
+    assert desk.complete(pull="first") == "held"
+
+
+def test_lingering_is_bounded_by_the_lease(desk: Desk) -> None:
+    """A consumer cannot keep blocks for longer by reading them."""
+    desk.hold()
+    desk.open()
+    desk.complete(linger=1e6)
+    desk.after(LEASE)
+    assert desk.freed == [(R, "completed")]

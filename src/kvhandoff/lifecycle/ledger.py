@@ -22,10 +22,19 @@ from __future__ import annotations
 import hmac
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from kvhandoff.ids import Incarnation, PullId, RequestId, Ticket
+from kvhandoff.ids import Incarnation, PullId, RequestId
+from kvhandoff.lifecycle.entries import (
+    Announced,
+    Held,
+    Holding,
+    Outcome,
+    PullEntry,
+    ReplyTo,
+    Tombstone,
+)
 from kvhandoff.protocol.messages import (
     Answer,
     Complete,
@@ -35,7 +44,6 @@ from kvhandoff.protocol.messages import (
     Open,
     Opened,
     PullRecord,
-    PullReport,
     Refused,
     Release,
     Renew,
@@ -48,10 +56,7 @@ MAX_PULLS = 64
 MAX_PARKED = 65536
 MAX_RECENT = 256
 
-Outcome: TypeAlias = Literal["completed", "failed", "released", "unclaimed", "expired"]
 _TIMED_OUT = ("unclaimed", "expired")
-ReplyTo: TypeAlias = Any
-"""Opaque to the ledger: whatever the desk needs to find the asker again."""
 
 
 @dataclass(frozen=True)
@@ -71,59 +76,6 @@ class Free:
 
 
 Effect: TypeAlias = Reply | Free
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A request as the scheduler hands it over.
-
-    Attributes:
-        blocks: block ids by KV group and by position in the request.
-        tokens: tokens with KV, from position 0.
-        finishes: what the engine itself calls the request, which need not fit into messages.
-    """
-
-    request: RequestId
-    ticket: Ticket
-    blocks: tuple[list[int], ...]
-    tokens: int
-    finishes: str = ""
-
-
-@dataclass
-class _Announced:
-    parked: list[tuple[Open | Release, ReplyTo]] = field(default_factory=list)
-    claimed: bool = False
-
-
-@dataclass
-class _Pull:
-    of: int
-    opened: set[int] = field(default_factory=set)
-    reports: dict[int, PullReport] = field(default_factory=dict)
-    failed: bool = False
-    over: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self.over or len(self.reports) == self.of
-
-
-@dataclass
-class _Held:
-    holding: Holding
-    since: float
-    deadline: float
-    claimed: bool = False
-    first_open: float | None = None
-    pulls: dict[PullId, _Pull] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Tombstone:
-    ticket: Ticket
-    outcome: Outcome
-    completed: frozenset[tuple[PullId, int]]
 
 
 class Ledger:
@@ -149,9 +101,9 @@ class Ledger:
         self._lease = lease
         self._first_lease = lease if first_lease is None else min(first_lease, lease)
         self._max_hold = max_hold
-        self._announced: dict[RequestId, _Announced] = {}
-        self._held: dict[RequestId, _Held] = {}
-        self._tombstones: OrderedDict[RequestId, _Tombstone] = OrderedDict()
+        self._announced: dict[RequestId, Announced] = {}
+        self._held: dict[RequestId, Held] = {}
+        self._tombstones: OrderedDict[RequestId, Tombstone] = OrderedDict()
         self._parked = 0
         self._earliest: float | None = None
         self.counters: Counter[str] = Counter()
@@ -171,19 +123,18 @@ class Ledger:
         """Requests are being prefilled; consumers may ask for them soon."""
         for request in requests:
             if request not in self._held:
-                self._announced.setdefault(request, _Announced())
+                self._announced.setdefault(request, Announced())
         return []
 
     def hold(self, holding: Holding, now: float) -> list[Effect]:
         """Prefill ended and the engine keeps the blocks until :class:`Free`."""
-        announced = self._announced.pop(holding.request, _Announced())
+        announced = self._announced.pop(holding.request, Announced())
         self._parked -= len(announced.parked)
-        held = _Held(holding, now, now + min(self._first_lease, self._max_hold))
+        held = Held(holding, now, now + min(self._first_lease, self._max_hold))
         self._held[holding.request] = held
         if announced.claimed:
             self._extend(held, now)
-        first = self._earliest
-        self._earliest = held.deadline if first is None else min(first, held.deadline)
+        self._set_deadline(held, held.deadline)
         self.counters["held"] += 1
         return [
             effect
@@ -199,7 +150,7 @@ class Ledger:
         """Announced requests ended without anything to hold (aborted, failed)."""
         effects: list[Effect] = []
         for request in requests:
-            parked = self._announced.pop(request, _Announced()).parked
+            parked = self._announced.pop(request, Announced()).parked
             self._parked -= len(parked)
             ended = Refused("unknown", f"request {request} ended on the prefill engine")
             effects += [
@@ -218,7 +169,10 @@ class Ledger:
         late = [held for held in self._held.values() if held.deadline <= now]
         waiting = (held.deadline for held in self._held.values() if held.deadline > now)
         self._earliest = min(waiting, default=None)
-        return [self._let_go(h, "expired" if h.claimed else "unclaimed", now) for h in late]
+        return [
+            self._let_go(held, held.ended or ("expired" if held.claimed else "unclaimed"), now)
+            for held in late
+        ]
 
     def next_deadline(self) -> float | None:
         """When :meth:`expire` may have something to do. A little early where leases were extended
@@ -233,11 +187,12 @@ class Ledger:
         if request in self._announced:
             return self._park(message, to)
         found = self._find(message.key)
-        if not isinstance(found, _Held):
+        if not isinstance(found, Held):
             return [self._refuse(to, found, _WHY[found].format(request=request))]
         problem = self._name_reader(found, message)
         if problem:
             return [self._refuse(to, "reader", problem)]
+        found.ended = None
         self._extend(found, now)
         if found.first_open is None:
             found.first_open = now
@@ -249,7 +204,7 @@ class Ledger:
         verdicts: list[Verdict] = []
         for key in message.keys:
             found = self._find(key)
-            if isinstance(found, _Held):
+            if isinstance(found, Held):
                 self._extend(found, now)
                 verdicts.append("held")
             elif (announced := self._announced.get(RequestId(key.request))) is not None:
@@ -263,7 +218,7 @@ class Ledger:
         """A reader's reads have ended. ``held`` means that all it read was still the request's."""
         found = self._find(message.key)
         pull_id = PullId(message.pull)
-        if not isinstance(found, _Held):
+        if not isinstance(found, Held):
             return [Reply(to, Completed(self._verdict_after(message, found)))]
         pull = found.pulls.get(pull_id)
         if pull is None or message.index not in pull.opened:
@@ -275,7 +230,11 @@ class Ledger:
         effects: list[Effect] = [Reply(to, Completed("held"))]
         if all(each.finished for each in found.pulls.values()):
             failed = all(each.failed for each in found.pulls.values())
-            effects.append(self._let_go(found, "failed" if failed else "completed", now))
+            found.ended = "failed" if failed else "completed"
+            if message.linger == 0:
+                effects.append(self._let_go(found, found.ended, now))
+            else:
+                self._set_deadline(found, now + min(message.linger, self._lease))
         return effects
 
     def release(self, message: Release, to: ReplyTo, now: float) -> list[Effect]:
@@ -288,7 +247,7 @@ class Ledger:
             return self._park(message, to)
         found = self._find(message.key)
         effects: list[Effect] = [Reply(to, Done())]
-        if isinstance(found, _Held):
+        if isinstance(found, Held):
             pull = found.pulls.get(PullId(message.pull))
             if pull is not None:
                 pull.over = True
@@ -306,7 +265,7 @@ class Ledger:
         self._parked += 1
         return []
 
-    def _find(self, key: HeldKey) -> _Held | Literal["unknown", "ticket", "expired", "released"]:
+    def _find(self, key: HeldKey) -> Held | Literal["unknown", "ticket", "expired", "released"]:
         """The held request, or why it cannot be had. Completed ones are called "released"."""
         request = RequestId(key.request)
         held = self._held.get(request)
@@ -330,7 +289,7 @@ class Ledger:
         self.counters["unknown"] += 1
         return "unknown"
 
-    def _name_reader(self, held: _Held, message: Open) -> str | None:
+    def _name_reader(self, held: Held, message: Open) -> str | None:
         """Enter a reader in the books, or say why it cannot be one."""
         pull = held.pulls.get(PullId(message.pull))
         if message.index >= message.of:
@@ -338,24 +297,30 @@ class Ledger:
         if pull is None:
             if len(held.pulls) >= MAX_PULLS:
                 return f"{len(held.pulls)} pulls of this request are already under way"
-            pull = held.pulls[PullId(message.pull)] = _Pull(message.of)
+            pull = held.pulls[PullId(message.pull)] = PullEntry(message.of)
         if pull.of != message.of:
             return f"the pull has {pull.of} readers, this one says {message.of}"
         pull.opened.add(message.index)
         return None
 
-    def _extend(self, held: _Held, now: float) -> None:
+    def _extend(self, held: Held, now: float) -> None:
         held.claimed = True
-        held.deadline = min(now + self._lease, held.since + self._max_hold)
+        if held.ended is None:  # renewals do not make it linger longer
+            self._set_deadline(held, now + self._lease)
+
+    def _set_deadline(self, held: Held, deadline: float) -> None:
+        held.deadline = min(deadline, held.since + self._max_hold)
+        first = self._earliest
+        self._earliest = held.deadline if first is None else min(first, held.deadline)
 
     def _refuse(self, to: ReplyTo, code: Any, reason: str) -> Reply:
         self.counters["refused"] += 1
         return Reply(to, Refused(code, reason))
 
-    def _let_go(self, held: _Held, outcome: Outcome, now: float) -> Free:
+    def _let_go(self, held: Held, outcome: Outcome, now: float) -> Free:
         holding = held.holding
         del self._held[holding.request]
-        self._tombstones[holding.request] = _Tombstone(
+        self._tombstones[holding.request] = Tombstone(
             holding.ticket,
             outcome,
             frozenset((pull, index) for pull, p in held.pulls.items() for index in p.reports),

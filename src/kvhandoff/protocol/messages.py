@@ -91,12 +91,18 @@ class PullReport(msgspec.Struct, frozen=True):
 
 
 class Complete(Message, frozen=True, tag="complete"):
-    """The reader's reads have ended; the answer says whether the request was held all the while."""
+    """The reader's reads have ended; the answer says whether the request was held all the while.
+
+    Attributes:
+        linger: seconds for which the request is kept when this was the last reader, as others may
+            come: with data parallelism, children of one request (n > 1) go to several engines.
+    """
 
     key: HeldKey
     pull: Name
     index: Index
     ok: bool
+    linger: Seconds = 0.0
     report: PullReport = PullReport()
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from kvhandoff.channel import ReplyAddress, Server
 from kvhandoff.errors import IncompatiblePeer, ProtocolError, ThreadDied
 from kvhandoff.ids import Endpoint, Incarnation, RequestId
-from kvhandoff.lifecycle.ledger import Effect, Free, Holding, Ledger, Reply
+from kvhandoff.lifecycle.entries import Holding
+from kvhandoff.lifecycle.ledger import Effect, Free, Ledger, Reply
 from kvhandoff.protocol.catalog import Catalog, check_compatible
 from kvhandoff.protocol.messages import (
     Answer,

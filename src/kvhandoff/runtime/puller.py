@@ -139,6 +139,7 @@ class Puller:
         reader: this worker among its engine's workers.
         thread_init: called first on the thread that reads (accelerators are chosen per thread).
         clear: sets memory of this worker to zero, and returns when it is done.
+        linger: seconds for which a producer keeps a request that this engine has read.
     """
 
     def __init__(
@@ -151,9 +152,11 @@ class Puller:
         config: HandoffConfig,
         thread_init: Callable[[], None] = lambda: None,
         clear: Clear = clear_host_memory,
+        linger: float = 0.0,
     ) -> None:
         self._reader = reader
         self._transport = transport
+        self._linger = linger
         self._config = config
         self._slicing = Slicing(config.slice_bytes, config.stripe_min_bytes)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -268,7 +271,8 @@ class Puller:
                 case Finish(ok):
                     job, active.retries = active.job, 0
                     report = active.report()
-                    self._ask(active, Complete(job.key, job.pull, self._reader.number, ok, report))
+                    reader = self._reader.number
+                    self._ask(active, Complete(job.key, job.pull, reader, ok, self._linger, report))
                 case Ended(failure):
                     self._end(active, failure)
 

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvhandoff.ids import Endpoint, RequestId
-from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.lifecycle.entries import Holding
 from kvhandoff.runtime.puller import PullJob
 
 

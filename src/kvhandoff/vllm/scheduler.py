@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from kvhandoff.config import HandoffConfig
 from kvhandoff.errors import ProtocolError, UnsupportedSetup
 from kvhandoff.ids import PullId, RequestId, Ticket, short_name
-from kvhandoff.lifecycle.ledger import Holding
+from kvhandoff.lifecycle.entries import Holding
 from kvhandoff.lifecycle.tickets import Tickets, Turn
 from kvhandoff.plan.needs import margins, spans
 from kvhandoff.plan.replicas import ReplicaChooser

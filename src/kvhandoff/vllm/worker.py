@@ -206,6 +206,7 @@ class ConsumerWorker(_Worker):
         """Start the puller on this worker's cache."""
         transport, layout = self._register_memory(kv_caches)
         sizes = introspect.parallel_sizes(self._vllm_config)
+        siblings = self._vllm_config.parallel_config.data_parallel_size > 1
         self._puller = Puller(
             layout,
             Reader(sizes.rank(layout.at), sizes.world_size),
@@ -215,6 +216,7 @@ class ConsumerWorker(_Worker):
             self._config,
             introspect.accelerator_init(),
             introspect.clearer(kv_caches),
+            self._config.sibling_grace if siblings else 0.0,
         )
 
     def enter(self, news: StepMetadata) -> None:
