@@ -42,6 +42,33 @@ def test_tcp_is_forced(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mooncake.os.environ["MC_FORCE_TCP"] == "1"
 
 
+def test_a_port_that_was_taken_meanwhile_is_tried_again(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that start together race for Mooncake's ports."""
+    outcomes = iter([RuntimeError("bind: Address already in use"), -1, 0])
+
+    def initialize(*args: str) -> int:
+        outcome = next(outcomes)
+        if isinstance(outcome, RuntimeError):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(engine, "initialize", initialize)
+    mooncake.MooncakeTransport(HOST, "tcp")
+    assert next(outcomes, None) is None
+
+
+def test_an_engine_that_never_starts_is_refused(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what Mooncake says."""
+    monkeypatch.setattr(mooncake.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(engine, "initialize", lambda *args: -1)
+    with pytest.raises(UnsupportedSetup, match="found code -1 for host"):
+        mooncake.MooncakeTransport(HOST, "tcp")
+
+
 @pytest.mark.parametrize("device", ["", "mlx5_1", "mlx5_0,mlx5_1"])
 def test_rdma_with_its_cards_starts(
     engine: Any, monkeypatch: pytest.MonkeyPatch, device: str

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from kvhandoff.cli.servers import HOST, Server, free_port, http, vllm_server, wait_ready
 from kvhandoff.cli.status import fetch_status
 from kvhandoff.ids import Endpoint
@@ -20,7 +22,8 @@ from kvhandoff.protocol.trust import KEY_VARIABLE, Trust
 READY_SECONDS = 420.0
 NEW_TOKENS = 5
 LEASE = 60.0
-PATIENT = {"handshake_timeout": 60.0, "answer_timeout": 60.0}
+FIRST_LEASE = 20.0
+PATIENT = {"handshake_timeout": 20.0, "answer_timeout": 20.0}
 """Two engines on two cores can keep a desk waiting for longer than the defaults allow."""
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 129, 200, 300, 700)
 
@@ -81,7 +84,7 @@ class Lab:
             "kv_role": "kv_producer",
             "kv_port": port,
             # Nothing renews before a request has reached D's scheduler, and steps are slow here.
-            "kv_connector_extra_config": {"lease": LEASE, "first_lease": LEASE, **PATIENT},
+            "kv_connector_extra_config": {"lease": LEASE, "first_lease": FIRST_LEASE, **PATIENT},
         } | transfer
         server = self.server(name, config, "--prefill-context-parallel-size", str(pcp), *arguments)
         return server, Endpoint(HOST, port)
@@ -194,6 +197,17 @@ def _body(prompt: Sequence[int], tokens: int) -> dict[str, object]:
     }
 
 
+def body_of(prompt: Sequence[int], params: Params | None = None) -> dict[str, object]:
+    """What a client sends, or with parameters what a router sends to D."""
+    body = _body(prompt, NEW_TOKENS)
+    return body if params is None else body | {"kv_transfer_params": params}
+
+
+def log_of(server: Server) -> str:
+    """What a server has said so far."""
+    return server.log.read_text(errors="replace")
+
+
 def complete(
     server: Server, prompt: Sequence[int], params: Params | None = None, tokens: int = NEW_TOKENS
 ) -> list[int]:
@@ -216,6 +230,22 @@ def ask_plain(server: Server, prompt: Sequence[int], doubt: float) -> Plain:
         leads.append(first - second)
     sure = next((n for n, lead in enumerate(leads) if lead < doubt), NEW_TOKENS)
     return Plain(choice["token_ids"], sure)
+
+
+def ask(server: Server, body: Mapping[str, object]) -> tuple[int, str, float]:
+    """Whatever comes of a completion: status, text, and seconds until it came."""
+    began = time.monotonic()
+    response = http().post(f"{server.url}/v1/completions", json=body, timeout=300.0)
+    return response.status_code, response.text, time.monotonic() - began
+
+
+def leave(server: Server, prompt: Sequence[int], seconds: float) -> bool:
+    """Ask, and hang up after a while. Whether the answer was quicker."""
+    try:
+        http().post(f"{server.url}/v1/completions", json=_body(prompt, 40), timeout=seconds)
+    except httpx.TimeoutException:
+        return False
+    return True
 
 
 def prefill(server: Server, prompt: Sequence[int]) -> Params:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -30,6 +32,9 @@ FINAL_FAILURES = frozenset({"tcp", "rdma"})
 """Protocols whose failed pieces are final, by their source: TCP gives up a piece in the handler of
 its last read, RDMA when the card has returned its work request. With any other protocol a piece
 that has failed counts as under way until a cut."""
+
+
+_ATTEMPTS = 8
 
 
 class _Life:
@@ -115,8 +120,7 @@ class MooncakeTransport:
     def _open(self) -> _Life:
         if self._protocol == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"  # else Mooncake takes any RDMA card it finds
-        engine: Any = _engine_class()()
-        code = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
+        engine, code = self._start()
         if code != 0:
             raise UnsupportedSetup.because(
                 "Mooncake's TransferEngine did not start",
@@ -128,6 +132,25 @@ class MooncakeTransport:
         if self._protocol == "rdma":
             _require_card(engine, self._device)
         return _Life(engine, self._protocol in FINAL_FAILURES)
+
+    def _start(self) -> tuple[Any, int | str]:
+        """An engine, and the code of its start.
+
+        Mooncake chooses a free port, gives it back, and binds it later: of workers that start at
+        the same moment, one can find its port taken. The next attempt chooses another one.
+        """
+        code: int | str = 0
+        for attempt in range(_ATTEMPTS):
+            engine: Any = _engine_class()()
+            try:
+                code = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device)
+            except RuntimeError as error:
+                code = str(error)
+            if code == 0:
+                break
+            logger.info("Mooncake's TransferEngine did not start (%s), attempt %d", code, attempt)
+            time.sleep(random.uniform(0.02, 0.2))
+        return engine, code
 
     @property
     def _engine(self) -> Any:
